@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lpq.observe import Before, Course, Culprits
+from lpq.observe.culprits import check_search
+from lpq.observe.readings import check_whole
 from lpq.observe.replay import gradient_norm
 from lpq.observe.trigger import Trigger
 from lpq.registry.warning import warn
@@ -24,10 +26,14 @@ class _Culprits:
     leaves this course is replayed, with a warning of the culprits; ``found`` has them by step. Later steps are not
     replayed before one was on the course again. The host waits for the loss in each step."""
 
-    def __init__(self, *, course: Course | None = None, promote: int = 0, **options: Any) -> None:
+    def __init__(
+        self, *, course: Course | None = None, promote: int = 0, most: int = 3, least: float = 0.1, replays: int = 64
+    ) -> None:
         """``promote``: for how many steps the culprits are in bf16 then, by rules of the policy that ``LpqCallback``
-        follows and keeps; 0: they stay. ``options`` go to ``lpq.observe.culprits``."""
-        self._trigger = Trigger(course, promote, **options)
+        follows and keeps; 0: they stay. The others are as in ``lpq.observe.culprits``."""
+        check_whole(NAME, 0, promote=promote)
+        check_search(NAME, course, most=most, least=least, replays=replays)
+        self._trigger = Trigger(course, promote, most=most, least=least, replays=replays)
         self.found: dict[int, Culprits] = self._trigger.found
         self._batches: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._losses: list[Tensor] = []

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
+from lpq.observe.readings import NumericsError, check_number, check_whole
+
 
 class Course:
     """The losses and gradient norms of the last steps. One that is off its course is not taken into it."""
@@ -20,8 +22,13 @@ class Course:
             norm: A gradient norm is off if it is more than so many times the median.
             least: Nothing but what is not finite is off before so many steps.
         """
-        if least > window or least < 2:
-            raise ValueError(f"Course: least={least} is from 2 on and up to window={window}")
+        check_whole("Course", 2, window=window, least=least)
+        check_number("Course", math.inf, loss=loss, norm=norm)
+        if least > window:
+            raise NumericsError(
+                f"Course: window={window} looks back to fewer steps than least={least} asks for: give a wider `window` "
+                "or a smaller `least`"
+            )
         self._losses: deque[float] = deque(maxlen=window)
         self._norms: deque[float] = deque(maxlen=window)
         self._loss, self._norm, self._least = loss, norm, least

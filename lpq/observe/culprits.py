@@ -17,16 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from lpq import recipes
+from lpq.nn.first_argument import check_model
 from lpq.nn.names import plain_name
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.nn.stepping import promote
 from lpq.observe.course import Course
 from lpq.observe.gradient_error import GradientError, OverRanks, Parts
-from lpq.observe.readings import NumericsError
+from lpq.observe.readings import NumericsError, check_number, check_whole
 from lpq.observe.replay import Before, Closure, Replay, gradient_norm
 from lpq.recipes import Gemm, Recipe, RecipeError
 from lpq.recipes.gemms import GEMMS, OPERANDS
-from lpq.registry.showing import Readable
+from lpq.registry.showing import Readable, brief
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.tensors import local_part
 
@@ -71,6 +72,7 @@ class Culprits(Readable):
     def promote(self, model: nn.Module, *, until: int) -> None:
         """Have rules of the model's policy give the layers in ``found`` to bf16 before a step; see
         ``lpq.nn.stepping.promote``. The loop calls ``lpq.set_step`` in each step."""
+        check_whole("promote", 1, until=until)
         layers = {plain_name(name): m for name, m in model.named_modules() if isinstance(m, StatefulLayer)}
         promote(model, {layers[one.layer]: one.recipe for one in self.found}, until=until)
 
@@ -113,6 +115,10 @@ def culprits(
         least: How far a part must move the gradients to be looked into.
         replays: The most replays in the search for layers.
     """
+    check_model(model)
+    if not isinstance(before, Before | None):
+        raise NumericsError(f"culprits: before={brief(before)}: it is lpq.observe.Before(model), or None")
+    check_search("culprits", course, most=most, least=least, replays=replays)
     ranks = OverRanks(model)
     replay = Replay(model, closure, before)
     names = {id(m): plain_name(name) for name, m in model.named_modules()}
@@ -148,6 +154,14 @@ def culprits(
             for part, how, recipe in _parts(layer, replay.layers[layer], moved)
         ]
     return Culprits(tuple(layer_culprits), tuple(parts), start, loss, error.loss, same, off)
+
+
+def check_search(owner: str, course: object, *, most: object, least: object, replays: object) -> None:
+    """Refuse what ``culprits`` does not take; ``owner`` names what got it."""
+    if not isinstance(course, Course | None):
+        raise NumericsError(f"{owner}: course={brief(course)}: it is an lpq.observe.Course, or None")
+    check_whole(owner, 1, most=most, replays=replays)
+    check_number(owner, 1.0, least=least)
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

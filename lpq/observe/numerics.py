@@ -25,7 +25,7 @@ from lpq.nn.observing import observing
 from lpq.nn.plan import Plan
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.observe.operands import SomeRows, some_rows
-from lpq.observe.readings import NumericsError, Readings
+from lpq.observe.readings import NumericsError, Readings, check_whole
 from lpq.observe.replays import Replays
 from lpq.observe.shards import shards
 from lpq.observe.sharing import device_of, is_shared
@@ -101,9 +101,8 @@ def numerics(
             the model.
     """
     check_model(model)
-    for name, value, least in (("every", every, 1), ("rows", rows, 1), ("step", step, 0)):
-        if type(value) is not int or value < least:
-            raise NumericsError(f"numerics: {name}={value!r}: it is a whole number from {least} on")
+    check_whole("numerics", 1, every=every, rows=rows)
+    check_whole("numerics", 0, step=step)
     names = _names_of(model, [layers] if isinstance(layers, str) else [*layers])
     ranks = Ranks.of(process_group, is_shared(model), "watches")
     ranks.equal(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,12 +11,27 @@ from typing import Any
 
 from lpq.observe.sums import Reading, noise_order
 from lpq.registry.errors import LpqError
-from lpq.registry.showing import Readable
+from lpq.registry.showing import Readable, brief
 
 
 class NumericsError(LpqError, ValueError):
     """A model or an option that cannot be watched, a file of statistics that cannot be read, or a tool that is not
     there."""
+
+
+def check_whole(owner: str, least: int, /, **given: object) -> None:
+    """Refuse values that are no whole numbers from ``least`` on, each by the name of its argument."""
+    for name, value in given.items():
+        if type(value) is not int or value < least:
+            raise NumericsError(f"{owner}: {name}={brief(value)}: it is a whole number from {least} on")
+
+
+def check_number(owner: str, most: float, /, **given: object) -> None:
+    """Refuse values that are no numbers from 0 to ``most``."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+            to = "on" if math.isinf(most) else f"to {most:g}"
+            raise NumericsError(f"{owner}: {name}={brief(value)}: it is a number from 0 {to}")
 
 
 class Readings(Readable):
@@ -60,10 +76,12 @@ class Readings(Readable):
         return sorted((one for one in readings if one.step == last), key=noise_order)
 
     def table(self, most: int | None = 20) -> str:
-        """Return a table of the last step, worst first, of at most so many lines; None: of all."""
+        """Return a table of the last step, worst first, of at most so many lines; None or 0: of all."""
         from lpq.observe.table import table
 
-        return table(self.worst(), most)
+        if most is not None:
+            check_whole("table", 0, most=most)
+        return table(self.worst(), most or None)
 
     def write(self, path: str | Path) -> None:
         """Write a line of JSON for each reading. The first call writes the file, but for the lines of the steps before

@@ -35,7 +35,7 @@ from lpq.optim.rounding import LeastKept, least_kept, raised, root_of, why_not
 from lpq.optim.state_names import states_of
 from lpq.optim.stored_size import LEAST, is_large, why_stays
 from lpq.registry.errors import OptionError, suggestion
-from lpq.registry.showing import listed
+from lpq.registry.showing import brief, listed
 from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.encode_writes import write
@@ -88,6 +88,8 @@ class QuantizedStates(Optimizer):
                 False: "name all states at once",
             }[isinstance(optimizer, MasterWeights)]
             raise TypeError(f"QuantizedStates got a {type(optimizer).__name__}: {remedy}")
+        if type(least) is not int or least < 0:
+            raise OptionError(f"QuantizedStates: least={brief(least)}: it is a whole number of elements from 0 on")
         self.optimizer = optimizer
         """The wrapped optimizer. Groups and states are its own."""
         self.least = least

@@ -15,7 +15,7 @@ from torch import Tensor
 import lpq
 from lpq.integrations.transformers import LpqCallback
 from lpq.integrations.transformers_culprits import CulpritsCallback
-from lpq.observe import Course
+from lpq.observe import Course, NumericsError
 
 pytestmark = pytest.mark.slow
 
@@ -127,5 +127,29 @@ def test_a_run_leaves_its_course() -> None:
     assert [course.leaves(3.6, norm) for norm in steps] == [
         None, "the gradient norm is nan", None, None, "the gradient norm is nan"
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="least=10 is from 2 on and up to window=5"):
+    with pytest.raises(ValueError, match="window=5 looks back to fewer steps than least=10 asks for"):
         Course(window=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"window": -3}, "Course: window=-3: it is a whole number from 2 on"),
+        ({"least": True}, "Course: least=True: it is a whole number from 2 on"),
+        ({"loss": "x"}, "Course: loss='x': it is a number from 0 on"),
+        ({"norm": -1.0}, "Course: norm=-1.0: it is a number from 0 on"),
+    ],
+)
+def test_a_course_that_is_none_is_refused(options: Any, says: str) -> None:
+    with pytest.raises(NumericsError, match=says):
+        Course(**options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"promote": "x"}, {"promote": -1}, {"promote": True}, {"course": 3}, {"least": "x"}, {"most": 0}]
+)
+def test_options_of_the_callback_are_checked_where_it_is_made(options: Any) -> None:
+    with pytest.raises(NumericsError, match=rf"CulpritsCallback: {next(iter(options))}=.*: it is"):
+        CulpritsCallback(**options)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'foo'"):
+        CulpritsCallback(foo=1)

@@ -220,6 +220,23 @@ def test_a_model_without_layers_and_a_closure_without_backward_are_refused() -> 
         lpq.observe.culprits(net, lambda: net(x).sum().backward())
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"most": 0}, {"most": "x"}, {"least": -1}, {"least": 1.5}, {"replays": True}, {"before": 3}, {"course": "off"}],
+)
+def test_options_of_the_search_that_are_none_are_refused(options: dict[str, Any]) -> None:
+    net, name = model(), next(iter(options))
+    with pytest.raises(NumericsError, match=rf"culprits: {name}=.*: it is"):
+        lpq.observe.culprits(net, closure_of(net, batch()), **options)
+
+
+@pytest.mark.parametrize("until", [-1, 0, True, "x", 0.5])
+def test_an_end_of_a_promotion_that_is_none_is_refused(until: Any) -> None:
+    found = lpq.observe.Culprits((), (), 0.0, 1.0, 1.0, None)
+    with pytest.raises(NumericsError, match=r"promote: until=.*: it is a whole number from 1 on"):
+        found.promote(model(), until=until)
+
+
 def test_a_model_that_is_one_layer_is_named() -> None:
     """Its name within itself is empty."""
     torch.manual_seed(0)

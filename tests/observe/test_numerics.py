@@ -23,6 +23,7 @@ from lpq.core import Buffer, Quantizer, Stat, Storage
 from lpq.nn import GroupedLinear
 from lpq.observe import Observed, Reading, observing
 from lpq.observe.operands import operands
+from lpq.observe.table import normal_snr
 
 RECIPES = [
     "fp8-current", "fp8-delayed", "mxfp8", "nvfp4", "nvfp4-eden", "mxfp4", "mxfp8-one-copy",
@@ -68,6 +69,8 @@ def test_a_run_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     train(net, watch)
     table = watch.table()
     assert "step 2, the most noise first" in table
+    assert watch.table(0) == watch.table(None)
+    assert "13 more with less noise" in watch.table(1)
     assert "0 " in table
     assert "dy.col" in table
     assert table.count("nvfp4(rht=true, stochastic=true)") == sum(
@@ -445,12 +448,37 @@ def test_a_page_shows_each_layer_and_asks_for_nothing(tmp_path: Path) -> None:
     assert "<b>" not in (tmp_path / "hostile.html").read_text()
 
 
+@pytest.mark.parametrize(
+    ("recipe", "times", "above", "gone"),
+    [("nvfp4", 1, 0, 7), ("nvfp4", 100, 7, 25), ("mxfp4", 1, 0, 10), ("mxfp4", 100, 0, 47), ("mxfp4", 10, -3, 20)],
+)
+def test_outliers_show_in_what_becomes_0_where_they_do_not_in_the_noise(
+    recipe: str, times: int, above: int, gone: int
+) -> None:
+    """As docs/watch.md says of one channel of 64."""
+    net, x = lpq.convert(nn.Sequential(nn.Linear(512, 128)), recipe), batch(512, 512)
+    x[:, ::64] *= times
+    watch = lpq.observe.numerics(net, every=1, rows=512)
+    with watch.step():
+        net(x)
+    one = by_operand(watch.readings())["0.x.row"]
+    assert one.snr_db is not None
+    assert round(one.snr_db - (normal_snr(one.format) or 0)) == above
+    assert round(100 * (one.flushed or 0)) == gone
+
+
 def test_what_cannot_be_watched_is_refused() -> None:
     with pytest.raises(ValueError, match="Linear has no layer of lpq to watch"):
         lpq.observe.numerics(nn.Linear(2, 2))
     for words, options in (
         ("no layer matches 'blocks.*'; they are 0, 2", {"layers": "blocks.*"}),
         ("every=0: it is a whole number from 1 on", {"every": 0}),
+        ("rows=True: it is a whole number from 1 on", {"rows": True}),
+        ("step=-1: it is a whole number from 0 on", {"step": -1}),
     ):
         with pytest.raises(ValueError, match=words):
             lpq.observe.numerics(model(), **options)
+    watch = lpq.observe.numerics(model(), every=1)
+    for lines in (-2, "x", False):
+        with pytest.raises(ValueError, match=r"table: most=.*: it is a whole number from 0 on"):
+            watch.table(lines)

@@ -316,6 +316,12 @@ def test_formats_that_do_not_fit_are_refused_in_words(formats: dict[str, str], s
         QuantizedStates(AdamW(_params()), **formats)
 
 
+@pytest.mark.parametrize("least", [-1, True, "x", 1.5])
+def test_a_least_size_that_is_none_is_refused(least: Any) -> None:
+    with pytest.raises(OptionError, match=r"least=.*: it is a whole number of elements from 0 on"):
+        QuantizedStates(AdamW(_params()), least=least, exp_avg="mxfp8")
+
+
 class Counting(SGD):
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:

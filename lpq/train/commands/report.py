@@ -38,7 +38,7 @@ def report(run: Run = None, lines: Lines = 20) -> None:
             f"{path} has no statistics: train with --watch 100, or write them by lpq.observe.numerics to {NUMERICS}"
         )
     readings = Readings.read(place)
-    typer.echo(readings.table(lines or None))
+    typer.echo(readings.table(lines))
     try:
         readings.page(page)
     except OSError as error:
