@@ -18,6 +18,8 @@ from lpq.train.errors import TrainError
 
 OF_ONE = frozenset({"recipe", "policy", "seed"})
 """The settings in which the trainings of a comparison differ."""
+FILES = "*-seed*.json"
+"""The files of trainings, in the folder of a comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,7 @@ def plain_name(title: str) -> str:
 
 def read_all(folder: Path) -> list[Training]:
     """All trainings whose files lie in ``folder``, the baseline first."""
-    every = [_read(path) for path in sorted(folder.glob("*-seed*.json"))]
+    every = [_read(path) for path in sorted(folder.glob(FILES))]
     return sorted(every, key=lambda t: (not t.baseline, t.title, t.seed))
 
 

@@ -41,6 +41,18 @@ def test_a_report_without_a_run_asks_for_one(
     assert "there is no run under runs/ to report on: name a run" in capsys.readouterr().err
 
 
+def test_a_report_on_what_is_no_run_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "bf16-seed0.json").touch()
+    for path, words in (
+        (tmp_path / "nowhere", "nowhere does not exist: name the directory of a run"),
+        (tmp_path, "is of lpq compare, which takes no statistics"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main_of(["report", str(path)])
+        assert ended.value.code == 1
+        assert words in capsys.readouterr().err
+
+
 def main_of(arguments: list[str]) -> None:
     try:
         main(arguments)

@@ -10,6 +10,7 @@ import typer
 from lpq.cli.runs import CONFIG, NUMERICS, RECIPE
 from lpq.observe import NumericsError, Readings
 from lpq.train import runs
+from lpq.train.trainings import FILES
 
 Run = Annotated[
     Path | None,
@@ -33,6 +34,13 @@ def report(run: Run = None, lines: Lines = 20) -> None:
         page = path / runs.PAGE
     else:
         place, page = path, path.with_suffix(".html")
+    if not path.exists():
+        raise NumericsError(f"{path} does not exist: name the directory of a run of lpq train --watch 100")
+    if any(path.glob(FILES)):
+        raise NumericsError(
+            f"{path} is of lpq compare, which takes no statistics: `lpq compare --out {path}` tells what is there, and "
+            "lpq train --watch 100 takes some"
+        )
     if not place.is_file():
         raise NumericsError(
             f"{path} has no statistics: train with --watch 100, or write them by lpq.observe.numerics to {NUMERICS}"
