@@ -197,7 +197,7 @@ def _format(name: str, within: tuple[str, ...]) -> Recipe | Quantizer:
             raise RecipeError(f"{name} is a policy and not a recipe: pass it to lpq.convert or lpq.policy") from None
         names = {*registry.recipes(), *registry.formats(), *policies()}
         raise UnknownRecipe(
-            f"there is no recipe and no format {brief(name)} here: {suggestion(name, names)} "
+            f"there is no recipe, policy or format {brief(name)} here: {suggestion(name, names)} "
             "(`lpq plugins` lists what is installed; each name begins with the name of its plugin)"
         ) from None
 

@@ -38,7 +38,7 @@ def test_version(lpq: Callable) -> None:
     assert lpq("--version").out.strip() == f"lpq {metadata.version('lpq')}"
 
 
-NOWHERE = "there is no recipe and no format"
+NOWHERE = "there is no recipe, policy or format"
 WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
     (("explain", "mxfp9"), 2, (NOWHERE, "mxfp9", "mxfp8")),
     (("explain", "nvfp4(blok=16x16)"), 2, ("nvfp4 has no option 'blok': did you mean 'block'?",)),
@@ -79,6 +79,7 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
      ("nvfp4-pretrain is a policy and not a recipe: give the recipe of one of its rules",)),
     (("train", "--recipe", "nvfp4-pretrain"), 2,
      ("nvfp4-pretrain is a policy and not a recipe: give it as --policy nvfp4-pretrain",)),
+    (("train", "--policy", "nope"), 2, (f"{NOWHERE} 'nope' here",)),
     (("explain", "fprop=mxfp8,", "dgrad=nvfp4,", "wgrad=bf16"), 2,
      ("(dgrad=nvfp4, wgrad=bf16). A recipe with commas is one argument: put it between quotes. See lpq explain",)),
     (("train", "--recipe", "fprop=mxfp8,", "dgrad=nvfp4,", "wgrad=bf16"), 2, ("put it between quotes",)),

@@ -141,7 +141,7 @@ def test_patterns_that_match_nothing_are_not_compared_with_each_name(monkeypatch
 def test_a_long_name_is_compared_with_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of ten million letters took 18 seconds, to be told to be too long."""
     monkeypatch.setattr("difflib.get_close_matches", None)
-    with pytest.raises(LpqError, match="there is no recipe and no format"):
+    with pytest.raises(LpqError, match="there is no recipe, policy or format"):
         lpq.recipe("x" * 5000)
 
 
