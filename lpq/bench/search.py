@@ -271,7 +271,7 @@ def _search(
             if _seconds(choice) > limit * (1 + ROUNDING):
                 raise OptionError(
                     f"search: time = {budget!r}: no choice among {', '.join(by_text)} takes less than "
-                    f"{_seconds(choice) / sum(plain.values()):.3f} of bf16's time"
+                    f"{_seconds(choice) / sum(plain.values()):.3f} of bf16's time: allow as much, or add a recipe"
                 )
         else:
             limit = _limit(budget, {text: _error(each) for text, each in uniform.items()}, 1.0)

@@ -18,7 +18,7 @@ def read(path: Path, name: str, deepest: str, error: type[LpqError]) -> dict[str
     try:
         return tomllib.loads(read_text(path))
     except OSError as cause:
-        raise error(f"{name} cannot be read: {cause.strerror or cause}") from cause
+        raise error(f"{name} cannot be read: {cause.strerror or cause}; name another file") from cause
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as cause:
         raise error(f"{name} is not TOML: {cause}") from cause
     except RecursionError:

@@ -57,7 +57,7 @@ def named_files(names: Sequence[str]) -> Iterator[Path]:
         elif path.is_file():
             yield path
         else:
-            raise TrainError(f"data: {path} is neither a file nor a directory")
+            raise TrainError(f"data: {path} is neither a file nor a directory: name one that is there")
 
 
 def read(files: Iterator[Path], most: int) -> dict[bytes, bytes]:

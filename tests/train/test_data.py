@@ -86,7 +86,7 @@ def test_of_many_files_whole_ones_are_held_out_by_their_contents(tmp_path: Path)
 
 
 def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
-    with pytest.raises(TrainError, match=r"nowhere is neither a file nor a directory"):
+    with pytest.raises(TrainError, match=r"nowhere is neither a file nor a directory: name one that is there"):
         data.load([str(tmp_path / "nowhere")], 16)
     (tmp_path / "short").write_text("too short")
     with pytest.raises(TrainError, match=r"has 9 bytes; sequences of 16 need at least 360"):
