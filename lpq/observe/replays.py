@@ -96,6 +96,7 @@ class Recording:
         return found
 
 
+aten = torch.ops.aten
 MASKS = (torch.bool, torch.uint8)
 """The dtypes of masks, whose elements are counted before an index by them has a size."""
 
@@ -107,10 +108,15 @@ class HostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.operator = ""
         """The first one; empty if there is none."""
+        self._number: Tensor | None = None
+        """The number of the host that was made a tensor last."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if not self.operator and _waits(func, _tensors(args), _tensors(found)):
+        if func is aten.lift_fresh.default:
+            self._number = found
+        copies = func is aten.copy_.default and args[1] is self._number  # an operator that takes it copies nothing
+        if not self.operator and (copies or _waits(func, _tensors(args), _tensors(found))):
             self.operator = str(func)
         return found
 
@@ -119,10 +125,10 @@ def _waits(operator: Any, given: list[Tensor], found: list[Tensor]) -> bool:
     if torch.Tag.data_dependent_output in operator.tags:
         return True
     if torch.Tag.dynamic_output_shape in operator.tags:
-        return operator is not torch.ops.aten.index.Tensor or any(one.dtype in MASKS for one in given[1:])
-    if operator is torch.ops.aten.lift_fresh.default:  # what `torch.tensor` ends with: it has copied from the host
+        return operator is not aten.index.Tensor or any(one.dtype in MASKS for one in given[1:])
+    if operator is aten.lift_fresh.default:  # what `torch.tensor` ends with: it has copied from the host
         return found[0].dim() > 0
-    return len({one.device for one in (*given, *found) if one.dim()}) > 1
+    return len({one.device for one in (*given, *found) if one.dim() or operator is aten.copy_.default}) > 1
 
 
 def _tensors(values: Any) -> list[Tensor]:

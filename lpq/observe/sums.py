@@ -51,7 +51,7 @@ def sums_of(operand: EncodedRows, elements: int, unit: Tensor) -> Tensor:
     counts = torch.linalg.vector_norm(values[:3], 0, 2).sum(1, dtype=torch.float64)
     norms = torch.linalg.vector_norm(torch.linalg.vector_norm(values[1:], 2, 2), 2, 1, dtype=torch.float64)
     if doubled is None:
-        counts[0] = math.nan
+        counts[:1].fill_(math.nan)  # to assign a number copies it from the host
     # In one kernel: a list that is copied to a GPU waits for it.
     sizes = torch.linspace(x.numel(), elements, 2, dtype=torch.float64, device=x.device)
     return torch.cat([sizes, counts, *_with_error_of_scales(operand, norms.mul_(unit).square_())])
