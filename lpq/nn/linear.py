@@ -259,7 +259,7 @@ class Layer(WeightedLayer):
         if hasattr(self.weight, "device_mesh"):
             raise ValueError(
                 f"{self.title}: hold_weights is for weights that are not sharded; FSDP2 keeps gathered ones for "
-                "several passes after set_reshard_after_backward(False)"
+                "several passes by reshard_after_forward=False and set_reshard_after_backward(False)"
             )
         state = self.states().get("w")
         with torch.no_grad():
