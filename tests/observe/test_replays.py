@@ -13,7 +13,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lpq
-from lpq.observe import operands
 from lpq.observe.replays import HostWaits, Replays
 from lpq.registry.registry import Registry
 
@@ -158,20 +157,3 @@ def test_a_step_that_is_observed_looks_nothing_up(monkeypatch: pytest.MonkeyPatc
         with lpq.observe.observing(layer, Names()):
             layer(torch.randn(32, 64)).sum().backward()
     assert names == ["x", "w", "y", "dy"] * 2
-
-
-def test_another_quantizer_takes_part_only_if_it_stores_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A format's options may do more than their names say: one that rounds at random doubles its values here, and one
-    that rotates decodes to twice of them."""
-    quantizer = lpq.quantizer("nvfp4(rht=true, stochastic=true)").side("col")
-    assert str(operands._without_random_bits(quantizer)) == "nvfp4(rht=true)"
-    assert operands._differs_in_rotation(quantizer)
-    kind, storage = type(quantizer), quantizer.storage
-    encode, decode = kind.encode, storage.decode_stored
-    monkeypatch.setattr(kind, "encode", lambda self, x, stats: encode(self, x * (1 + bool(self.stochastic)), stats))
-    monkeypatch.setattr(storage, "decode_stored", lambda self: decode(self) * (1 + (self.quantizer.basis is not None)))
-    lpq.registry.refresh()
-    assert operands._without_random_bits(quantizer) is None
-    assert not operands._differs_in_rotation(quantizer)
-    monkeypatch.undo()
-    lpq.registry.refresh()
