@@ -21,7 +21,8 @@ SUBJECTS = {
     ),
     "rotations, one copy, first steps of states, presets by block": (
         "formats/rotation.py formats/state_order.py kernels/triton/rotation.py kernels/triton/random_bits.py "
-        "nn/fresh_states.py operations/recoding.py recipes/blocks.py testing/conformance/test_rounding.py"
+        "nn/fresh_states.py operations/recoding.py operations/rotated_decoding.py recipes/blocks.py "
+        "testing/conformance/test_alike.py testing/conformance/test_rounding.py"
     ),
     "statistics, replays and culprits of a run": (
         "integrations/transformers_culprits.py nn/eagerly.py nn/observing.py observe/course.py observe/culprits.py "

@@ -23,6 +23,7 @@ from lpq.operations.binding import Multiply, Operand, Product, unbound_product
 from lpq.operations.decoding import decode
 from lpq.operations.exact_form import BoundExact, Exact, Multiplicand, ToExact
 from lpq.operations.references import gemm_reference
+from lpq.operations.rotated_decoding import decode_rotated
 
 if TYPE_CHECKING:
     from lpq.formats.format import Quantizer
@@ -43,13 +44,7 @@ def exact(operand: Storage) -> Exact | None:
 def decoded(operand: Storage) -> Exact | None:
     """``impl`` for a format whose decoded values bf16 holds: an element and its scale have 8 bits together at most. A
     rotation is left where it is."""
-    return in_its_basis(operand, lambda whole: Exact(decode(as_stored(whole), torch.bfloat16)))
-
-
-def as_stored(operand: Storage) -> Storage:
-    """The operand as if it were not rotated. The row side of a quantizer that rotates column operands is not."""
-    side = operand.quantizer.side("row")
-    return operand.wrap(operand.tensors(), side, operand.shape, operand.dtype)
+    return in_its_basis(operand, lambda whole: Exact(decode_rotated(whole, torch.bfloat16)))
 
 
 def in_its_basis(operand: S, exact: Callable[[S], Exact]) -> Exact | None:

@@ -104,6 +104,10 @@ class Quantizer(Options):
     stochastic: bool | str = False
     """Whether ``encode_stochastic`` is called in place of ``encode``; a format may have several ways, each with a
     word."""
+    without_random_bits: Quantizer | None = None
+    """The quantizer whose operand has the bytes that this one's ``encode`` returns, by the same statistics; or None."""
+    without_rotation: Quantizer | None = None
+    """The quantizer whose operand, over the same buffers, decodes to what ``decode_stored`` returns; or None."""
     fresh: str = "recall"
     """Where statistics come from while a layer's state is empty: ``"recall"`` reads it, ``"measure"`` measures."""
     unbiased: bool = False

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -17,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lpq.emulation.bf16_gemm import as_stored
 from lpq.formats.format import Direction, Quantizer, Storage
 from lpq.formats.layout import Stat
 from lpq.formats.rotation import TURN
@@ -26,6 +24,7 @@ from lpq.operations.decoding import decode
 from lpq.operations.inputs import as_matrix
 from lpq.operations.part_encoders import of_rows
 from lpq.operations.quantizing import quantized
+from lpq.operations.rotated_decoding import decode_rotated
 from lpq.operations.sides import declared, draws, shared
 from lpq.operations.states import recall
 from lpq.registry import cached_few
@@ -217,32 +216,22 @@ def _of_side(side: Side, matrix: Tensor, rest: Iterator[Tensor]) -> EncodedRows:
     once = storage()
     x = _as_stored(matrix, once)
     if side.is_made:
-        return EncodedRows(side.direction, quantizer, x, stored_values(once), None, None)
+        return EncodedRows(side.direction, quantizer, x, decode_rotated(once), None, None)
     twice = storage()
     stats = {stat.name: next(rest) for stat in quantizer.stats}
     nearest = partial(_nearest, side, matrix, x, stats) if quantizer.stochastic else None
-    return EncodedRows(side.direction, quantizer, x, stored_values(once), stored_values(twice), stats, nearest)
+    return EncodedRows(side.direction, quantizer, x, decode_rotated(once), decode_rotated(twice), stats, nearest)
 
 
 def _nearest(side: Side, matrix: Tensor, x: Tensor, stats: Mapping[str, Tensor]) -> Tensor:
     """The stored values if no random bits rounded them."""
     quantizer, shape = side.quantizer, (matrix.shape[0], matrix.shape[1])
-    alike = _without_random_bits(quantizer)
+    alike = quantizer.without_random_bits  # which has kernels
     if alike is None:
-        return stored_values(quantizer.encode(x, stats).bind(quantizer, shape, x.dtype))
+        return decode_rotated(quantizer.encode(x, stats).bind(quantizer, shape, x.dtype))
     row, col = (alike, None) if side.direction == "row" else (None, alike)
     of_row, of_col, _ = quantized(matrix if col is None else matrix.t(), [*stats.values()], row, col)
-    return stored_values(alike.storage.wrap([*of_row, *of_col], alike, shape, matrix.dtype))
-
-
-@cached_few
-def _without_random_bits(quantizer: Quantizer) -> Quantizer | None:
-    """The quantizer that has kernels for what ``encode`` of this one stores; None where scales leave room for random
-    bits, so that no other quantizer stores the same."""
-    if quantizer.unbiased or "stochastic" not in {one.name for one in fields(quantizer)}:  # type: ignore[arg-type]
-        return None
-    alike = replace(quantizer, stochastic=False).ready()  # type: ignore[type-var]
-    return alike if (alike.stats, alike.basis) == (quantizer.stats, quantizer.basis) else None
+    return decode_rotated(alike.storage.wrap([*of_row, *of_col], alike, shape, matrix.dtype))
 
 
 def _bounds(tensor: Observed, how: HowEncoded, most: int, turn: int) -> tuple[int, int]:
@@ -260,22 +249,3 @@ def _as_stored(x: Tensor, operand: Storage) -> Tensor:
     orders are slow to compare."""
     x, basis = x.to(torch.float32, memory_format=torch.contiguous_format).contiguous(), operand.quantizer.basis
     return x if basis is None else basis.apply(x, getattr(operand, TURN) if basis.drawn else None)
-
-
-def stored_values(operand: Storage) -> Tensor:
-    """The values that are stored, in the basis of the format."""
-    quantizer = operand.quantizer
-    if quantizer.basis is None:
-        return decode(operand, torch.float32)
-    if quantizer.whole(operand.shape[1]) and _differs_in_rotation(quantizer):
-        return decode(as_stored(operand), torch.float32)  # which has kernels
-    return operand.decode_rotated()
-
-
-@cached_few
-def _differs_in_rotation(quantizer: Quantizer) -> bool:
-    """Whether the row side is this quantizer without its rotation, so that it decodes to what is stored."""
-    row = quantizer.side("row")
-    if type(row) is not type(quantizer) or row.basis is not None or row.layout != quantizer.layout:
-        return False
-    return sum(getattr(row, one.name) != getattr(quantizer, one.name) for one in fields(quantizer)) == 1  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from broken_formats import (
     stored,
 )
 from subtle_matrices import PARTS, Misreads, Spoils
-from subtle_rotations import Pairs, Sixteens, Triples
+from subtle_rotations import MayTurn, Pairs, Sixteens, Triples
 from torch import Tensor
 
 from lpq.core import Buffer, Quantizer, RandomBits, Stat, StateBuffer, Storage
@@ -411,6 +411,25 @@ class CutsTheLargest(Stochastic):
         return super().encode_stochastic(x, {"amax": stats["amax"] / 2}, bits)
 
 
+@dataclass(frozen=True)
+class MayBeStochastic(Stochastic):
+    """It rounds with random bits unless an option turns them off."""
+
+    stochastic: bool = True
+
+    @property
+    def without_random_bits(self) -> Quantizer | None:  # type: ignore[override]
+        return replace(self, stochastic=False) if self.stochastic else None
+
+
+@found_by("test_a_quantizer_without_random_bits_stores_what_encode_returns", "beside `encode` of * elements differ")
+class SavesRoom(MayBeStochastic):
+    """Leaves room in its scales for random bits, and says that it does not."""
+
+    def scale(self, amax: Tensor) -> Tensor:
+        return super().scale(amax) * (1.25 if self.stochastic else 1)
+
+
 @found_by("test_directions_draw_bits_of_their_own", "the same matrix, correlate by 1.00; they must be")
 class SameBits(Stochastic):
     """Rounds both operands of a tensor with the same random bits."""
@@ -464,6 +483,7 @@ class OneShape(Quantizer):
 
 
 RIGHT = (
-    Int8, Blocks, Transposes, Follows, Delayed, Stochastic, Pairs, Triples, Sixteens, Longer, MeasuresNow,
+    Int8, Blocks, Transposes, Follows, Delayed, Stochastic, MayBeStochastic, Pairs, Triples, Sixteens, Longer,
+    MeasuresNow, MayTurn,
 )  # fmt: skip
 """Formats without a mistake."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from broken_formats import Int8, Stats, found_by, stored
 from torch import Tensor
 
 import lpq
-from lpq.core import Buffer, Rotation, Storage
+from lpq.core import Buffer, Quantizer, Rotation, Storage
+from lpq.formats.blocks import pad_blocks
 
 
 class PairsStorage(Storage):
@@ -60,6 +61,41 @@ class Sixteens(Int8):
     @property
     def rotation(self) -> Rotation | None:
         return lpq.quantizer("nvfp4(rht=true)").rotation if self.signed else Rotation(signs=(1,) * 16)
+
+
+@stored(PairsStorage)
+@dataclass(frozen=True)
+class MayTurn(Int8):
+    """Pairs of columns are turned unless an option leaves them as they are."""
+
+    turned: bool = True
+
+    @property
+    def rotation(self) -> Rotation | None:
+        return Rotation(signs=(1, 1)) if self.turned else None
+
+    @property
+    def without_rotation(self) -> Quantizer | None:  # type: ignore[override]
+        return replace(self, turned=False) if self.turned else None
+
+    def codes(self, x: Tensor, scale: Tensor) -> Tensor:
+        return pad_blocks(super().codes(x, scale), (1, 2))
+
+
+class MayTurnAndDoubleStorage(PairsStorage):
+    quantizer: MayTurn
+
+    def decode_stored(self) -> Tensor:
+        return super().decode_stored() * (2 if self.quantizer.turned else 1)
+
+
+@stored(MayTurnAndDoubleStorage)
+@found_by("test_a_quantizer_without_rotation_decodes_what_is_stored", "over the buffers of *: * elements differ")
+class MayTurnAndDouble(MayTurn):
+    """Stores half of what is turned, and says that it does not."""
+
+    def encode(self, x: Tensor, stats: Stats) -> Storage:
+        return super().encode(x / 2 if self.turned else x, stats)
 
 
 @found_by("test_values_come_back", "has the relative error")

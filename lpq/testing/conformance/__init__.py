@@ -18,6 +18,7 @@ bits promise: for logarithms, and codes that leave bits of a byte empty (``test_
 """
 
 # ruff: noqa: F403
+from lpq.testing.conformance.test_alike import *
 from lpq.testing.conformance.test_aten import *
 from lpq.testing.conformance.test_declaration import *
 from lpq.testing.conformance.test_directions import *

@@ -48,16 +48,20 @@ class MXFP4Quantizer(Quantizer):
     def unbiased(self) -> bool:  # type: ignore[override]
         return self.stochastic and self.scale == "ceil"
 
+    @cached_property
+    def without_random_bits(self) -> MXFP4Quantizer | None:  # type: ignore[override]
+        return replace(self, stochastic=False) if self.stochastic else None
+
     @property
     def rotation(self) -> Rotation | None:
         return HADAMARD if self.rht else None
 
-    def side(self, direction: Direction) -> MXFP4Quantizer:
-        return self._unrotated if direction == "row" else self
-
     @cached_property
-    def _unrotated(self) -> MXFP4Quantizer:
-        return replace(self, rht=False) if self.rht else self
+    def without_rotation(self) -> MXFP4Quantizer | None:  # type: ignore[override]
+        return replace(self, rht=False) if self.rht else None
+
+    def side(self, direction: Direction) -> MXFP4Quantizer:
+        return self if direction == "col" or self.without_rotation is None else self.without_rotation
 
     def measure(self, x: Tensor) -> dict[str, Tensor]:
         return {"amax": reference.measure(self._stored(x))}

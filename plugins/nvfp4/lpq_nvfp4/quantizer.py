@@ -117,6 +117,10 @@ class NVFP4Quantizer(Quantizer):
     def unbiased(self) -> bool:  # type: ignore[override]
         return self.stochastic in ("unbiased", "eden")
 
+    @cached_property
+    def without_random_bits(self) -> NVFP4Quantizer | None:  # type: ignore[override]
+        return replace(self, stochastic=False) if self.stochastic is True else None  # no other leaves room in scales
+
     @property
     def searches(self) -> bool:
         """Whether scales depend on more than amaxes."""
@@ -145,6 +149,10 @@ class NVFP4Quantizer(Quantizer):
 
     def side(self, direction: Direction) -> NVFP4Quantizer:
         return self.unrotated if direction == "row" and self.rht else self
+
+    @property
+    def without_rotation(self) -> NVFP4Quantizer | None:  # type: ignore[override]
+        return self.unrotated if self.rht else None
 
     @cached_property
     def unrotated(self) -> NVFP4Quantizer:
