@@ -91,17 +91,19 @@ __device__ __forceinline__ void load_codes(const Tile& t, const u8* x, uint2 (&c
     }
 }
 
-__device__ __forceinline__ u32 code_of(const uint2& codes, int j) {
-    return (j < 4 ? codes.x : codes.y) >> (8 * (j % 4)) & 0xff;
+// The values of eight codes, times a factor.
+template <class F>
+__device__ __forceinline__ void decode_line(const uint2& codes, float factor, float (&v)[8]) {
+    decode_pairs<F>(codes.x, v[0], v[1], v[2], v[3]), decode_pairs<F>(codes.y, v[4], v[5], v[6], v[7]);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = __fmul_rn(v[i], factor);
 }
 
-// The values of eight codes, times a factor, in bf16.
+// The same in bf16.
 template <class F>
 __device__ __forceinline__ uint4 decoded(u32 low, u32 high, float factor) {
     float v[8];
-    decode_pairs<F>(low, v[0], v[1], v[2], v[3]), decode_pairs<F>(high, v[4], v[5], v[6], v[7]);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = __fmul_rn(v[i], factor);
+    decode_line<F>(make_uint2(low, high), factor, v);
     return make_uint4(narrow(v[0], v[1]), narrow(v[2], v[3]), narrow(v[4], v[5]), narrow(v[6], v[7]));
 }
 

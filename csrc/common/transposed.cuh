@@ -10,16 +10,15 @@ __device__ __forceinline__ void transpose_4x4(u32& a, u32& b, u32& c, u32& d) {
     c = __byte_perm(ab1, cd1, 0x5410), d = __byte_perm(ab1, cd1, 0x7632);
 }
 
-// The transposed bytes of a tile, on their way: a row of TALL bytes for each column. The 16-byte pieces of a row are
-// permuted so that neither the writing nor the reading lanes meet in a bank.
+// The transposed bytes of a tile, on their way: a row of TALL bytes for each column. The 8-byte pieces of 128 bytes are permuted
+// so that neither the writing nor the reading lanes meet in a bank: those of columns 8 apart lie at different places.
 struct Transposed {
     uint4 piece[WIDE][TALL / 16];
 
     // Column j of this thread's bytes: 8 rows as two words.
     __device__ __forceinline__ void put(const Tile& t, int j, u32 low, u32 high) {
-        const int col = t.lane_col + j, chunk = t.lane_row / 8;
-        uint2* pieces = (uint2*)piece[col];
-        pieces[chunk ^ (col / 8 % 8 * 2)] = make_uint2(low, high);
+        const int across = t.lane_col / 8, place = (t.lane_col + j) * (TALL / 8) + t.lane_row / 8;
+        ((uint2*)piece)[place ^ (across % 8 * 2 + across / 8 % 2)] = make_uint2(low, high);
     }
 
     // All of this thread's bytes: 8 rows as two words each.
@@ -40,7 +39,8 @@ struct Transposed {
         for (int k = 0; k < WIDE / STEP; ++k, to += STEP * t.line()) {
             const int line = first + k * STEP;
             if (!WHOLE && (col + k * STEP >= t.cols || row >= t.bottom())) continue;
-            const uint4 bytes = piece[line][at ^ (line / 8 % 8)];
+            uint4 bytes = ((const uint4*)piece)[(line * (TALL / 16) + at) ^ line / 8 % 8];
+            if (k * STEP / 64 % 2) bytes = make_uint4(bytes.z, bytes.w, bytes.x, bytes.y);  // as line / 64 % 2 is
             if (WHOLE || t.line() % 16 == 0) {
                 stream(to, bytes);
             } else {

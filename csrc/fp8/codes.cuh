@@ -24,8 +24,7 @@ struct Codes {
             const i64 line = high == 0 ? 0 : high == 1 ? t.row + i : (t.row + i) / UNIT;
             const float s = scale[line * down + in_line];
             float v[8];
-#pragma unroll
-            for (int j = 0; j < 8; ++j) v[j] = __fmul_rn(decode<F>(code_of(codes[i], j)), s);
+            decode_line<F>(codes[i], s, v);
             use(i, v);
         }
     }

@@ -25,8 +25,7 @@ struct Codes {
             if (i >= t.high || !t.wide) continue;
             const float power = power_of_exponent(exponents[i]);
             float v[8];
-#pragma unroll
-            for (int j = 0; j < 8; ++j) v[j] = __fmul_rn(decode<F>(code_of(codes[i], j)), power);
+            decode_line<F>(codes[i], power, v);
             use(i, v);
         }
     }

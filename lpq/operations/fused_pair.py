@@ -124,8 +124,7 @@ class TileSide:
     amax: bool = False
     """Whether it needs values whose largest is the amax of the matrix."""
     find: Callable[[Encoding, bool], Look] | None = None
-    """Binds the search for statistics that the struct needs before the first element is encoded; it may have to find
-    the amax, too."""
+    """Binds the search for statistics that the struct needs before it encodes; it may have to find the amax, too."""
     lines: str = ""
     """The side, a struct of the same header, that finds the amaxes of the operand's lines, which ``find`` finds in a
     matrix, in what a source computes. Its ``Parameters`` are one pointer, ``data``, to a zero in fp32 for each line."""
@@ -133,6 +132,8 @@ class TileSide:
     """Whether the struct measures on the way, so that given statistics need no read of their own."""
     shape: Shape = SQUARE
     """The shape of its tiles; the smaller one of two sides is taken."""
+    least: Shape = SQUARE
+    """The smallest tiles that it works in: no block of the operand is longer."""
     turns: int = 1
     """How many tiles a block of threads should take in turn; of two sides the smaller number."""
     aligned: int = 1

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lpq.kernels.table import bound_once, optional
-from lpq.kernels.tiles import INPUTS, SQUARE, covering, divides, tile_kernels, tiles
+from lpq.kernels.tiles import INPUTS, covering, divides, tile_kernels, tiles
 from lpq.operations.binding import ALIGNED, Operand
 from lpq.operations.fused_pair import Job, TileSide, side_of
 
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from lpq.formats.format import Quantizer
 
 Recode = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""``recode(buffers)``: the buffers of the column operand, of the buffers of the row operand. The device is the current
-one."""
+"""``recode(buffers)``, on the current device: buffers of the row operand in, and of the column operand out."""
 
 
 class CodeReader(NamedTuple):
@@ -61,7 +60,7 @@ def bind_sides(reader: CodeReader, side: TileSide, row: Operand, col: Quantizer,
         return None
     rows, cols = row.shape
     make, none = side.bind(Job((cols, rows), torch.float32, device)), (None,) * len(col.stats)
-    shape = min(side.shape, SQUARE)  # codes are small: more blocks at a time read faster than tall tiles
+    shape = min(side.shape, side.least)  # codes are small: more blocks at a time read faster than tall tiles
     kernel = tile_kernels("common/recode.cu", "recode", f"({reader.parameters})({side.parameters})")[shape]
     macros = (
         INPUTS[torch.float32], f"LPQ_READER={reader.struct}", f'LPQ_READER_HEADER="{reader.header}"',

@@ -12,7 +12,7 @@ from torch import Tensor
 from lpq.formats.format import Direction
 from lpq.kernels.fresh import fresh
 from lpq.kernels.nvrtc_cache import csrc
-from lpq.kernels.tiles import SQUARE, TALL
+from lpq.kernels.tiles import LOW, SQUARE, TALL
 from lpq.operations.exact_form import Form
 from lpq.operations.fused_pair import Job, Made, Make, TileSide
 from lpq_mxfp8.cuda import bind_operand
@@ -47,4 +47,4 @@ def exact_tile(quantizer: MXFP8Quantizer, direction: Direction) -> TileSide:
 def _side(quantizer: MXFP8Quantizer, direction: Direction, bind: Callable[[Job], Make], **rest: Any) -> TileSide:
     flag = str("exact" in rest).lower()
     struct = f"mxfp8::{direction.capitalize()}<{quantizer.dtype.upper()},{flag}>"
-    return TileSide(csrc() / "mxfp8/sides.cuh", struct, "PPPP", bind, **rest)
+    return TileSide(csrc() / "mxfp8/sides.cuh", struct, "PPPP", bind, least=LOW, **rest)
