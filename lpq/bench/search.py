@@ -177,7 +177,7 @@ def search(
     if not every:
         raise OptionError("search needs a batch: closures is empty")
     by_text = _recipes(recipes)
-    kept, budget = _budget(time, error, by_text)
+    kept, budget = budget_of(time, error, by_text)
     clock: Clock = partial(_predicted, _by_size(gpu), tokens) if seconds is None else lambda *_: seconds
     before = Before(model)
     own = not any(isinstance(module, StatefulLayer) for module in model.modules())
@@ -270,8 +270,9 @@ def _search(
             choice = under_time([*by_layer.values()], limit)
             if _seconds(choice) > limit * (1 + ROUNDING):
                 raise OptionError(
-                    f"search: time = {budget!r}: no choice among {', '.join(by_text)} takes less than "
-                    f"{_seconds(choice) / sum(plain.values()):.3f} of bf16's time: allow as much, or add a recipe"
+                    f"search: no choice among {', '.join(by_text)} takes less than "
+                    f"{_seconds(choice) / sum(plain.values()):.3f} of bf16's time, and the budget is {budget!r}: allow "
+                    "as much, or add a recipe"
                 )
         else:
             limit = _limit(budget, {text: _error(each) for text, each in uniform.items()}, 1.0)
@@ -350,18 +351,21 @@ def _error(options: Iterable[Option]) -> float:
     return math.sqrt(sum(one.square for one in options))
 
 
-def _budget(time: float | str | None, error: float | str | None, recipes: Iterable[str]) -> tuple[str, float | str]:
-    """Return whether time or error has a budget, and the budget. A wrong one is refused here, before the replays."""
+def budget_of(
+    time: float | str | None, error: float | str | None, recipes: Iterable[str], spelled: str = "search: {} = {}"
+) -> tuple[str, float | str]:
+    """Return whether time or error has a budget, and the budget. A wrong one is refused here, before the replays, in
+    words that begin with its name and value as they are ``spelled``."""
     if (time is None) == (error is None):
         raise OptionError("search needs one budget: time=0.6 or time='nvfp4', or else error=0.1 or error='nvfp4'")
     name, budget = ("time", time) if time is not None else ("error", error)
+    given = spelled.format(name, brief(budget))
     if isinstance(budget, str):
         if budget in recipes:
             return name, budget
-        raise OptionError(f"search: {name} = {budget!r} is none of the recipes: {suggestion(budget, recipes)}")
+        raise OptionError(f"{given} is none of the recipes: {suggestion(budget, recipes)}")
     if not isinstance(budget, (int, float)) or isinstance(budget, bool) or not 0 <= budget < math.inf:
-        several = ", ".join(recipes)
-        raise OptionError(f"search: {name} = {brief(budget)}: it must be a number from 0 on, or one of {several}")
+        raise OptionError(f"{given}: it must be a number from 0 on, or one of {', '.join(recipes)}")
     return name, budget
 
 

@@ -242,7 +242,7 @@ def test_what_cannot_be_searched_is_refused() -> None:
     refused(OptionError, "time = 'mxfp8' is none of the recipes", time="mxfp8", closures=never)
     refused(OptionError, "time = -1: it must be a number from 0 on", time=-1, closures=never)
     refused(OptionError, "error = True: it must be a number", time=None, error=True, closures=never)
-    refused(OptionError, "no choice among bf16, nvfp4 takes less than 0.500 of bf16's time: allow as much", time=0.4)
+    refused(OptionError, "bf16, nvfp4 takes less than 0.500 of bf16's time, and the budget is 0.4: allow", time=0.4)
     refused(OptionError, "fp8-delayed remembers earlier steps for fprop.x", recipes=["fp8-delayed"])
     refused(OptionError, "name one of h100", seconds=None)
     refused(OptionError, "gpu = 'h10'.*did you mean 'h100'", seconds=None, gpu="h10")

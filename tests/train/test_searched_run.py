@@ -79,6 +79,23 @@ def test_a_policy_that_cannot_be_written_is_told_before_the_run_is_read(tmp_path
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--time", "zzz", "--time 'zzz' is none of the recipes: choose from bf16, mxfp8, nvfp4"),
+        ("--error", "mxfp9", "--error 'mxfp9' is none of the recipes: did you mean 'mxfp8'?"),
+        ("--time", "nan", "--time nan: it must be a number from 0 on, or one of bf16, mxfp8, nvfp4"),
+    ],
+)
+def test_a_wrong_budget_is_refused_as_it_was_typed(
+    option: str, value: str, words: str, tmp_path: Path, lpq_command: Command
+) -> None:
+    """Before the run is read."""
+    ended = lpq_command("search", tmp_path / "no run", option, value, "--gpu", "b200", "--out", tmp_path / "a.toml")
+    assert ended.status == 2
+    assert words in " ".join(ended.err.split())
+
+
 def test_weights_that_are_stored_quantized_are_not_searched(
     tiny: MakeConfig, console: Console, lpq_command: Command
 ) -> None:

@@ -58,7 +58,7 @@ def search(
     from rich.progress import Progress
 
     import lpq
-    from lpq.bench.search import COLUMNS, USUAL
+    from lpq.bench.search import BF16, COLUMNS, USUAL, budget_of
     from lpq.cli.advise import gpu_named, not_compared, provenance
     from lpq.registry.tables import table
 
@@ -66,6 +66,7 @@ def search(
         raise OptionError(f"--out {out} is there already: give another name, or remove it")
     if bool(time) == bool(error):
         raise OptionError("search needs one budget: --time 0.6 or --time nvfp4, or else --error 0.1 or --error nvfp4")
+    budget_of(_budget(time), _budget(error), [BF16, *(recipe or USUAL)], "--{} {}")
     card, _ = gpu_named(gpu, "--gpu")
     try:
         with TemporaryFile(dir=out.parent):  # a file can be written there
