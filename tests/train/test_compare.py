@@ -225,7 +225,7 @@ def test_a_folder_that_is_another_s_or_cannot_be_written_is_refused_at_once(
     with pytest.raises(TrainError, match="holds a run of lpq train: name another directory"):
         compare.run(config, console)
     (config.out / "config.toml").unlink()
-    config.unfinished.touch()  # no folder can be made in its place
+    config.unfinished.touch()  # a file lies where the folder would be made
     with pytest.raises(TrainError, match=r"nothing can be kept in .*unfinished: File exists; name another --out"):
         compare.run(config, console)
     assert shown(console) == ""
