@@ -289,21 +289,12 @@ def in_two_steps(encoder: BindEncoder, spec: EncoderSpec) -> Encoder:
     where the fewest bytes are kept: into backward, where the tensor, or the tensors that it is computed from, are kept
     anyway, or else into forward.
     """
-    traced = spec.later
-    row, col = sides_of(spec)
-    assert col is not None
-    quantizer, (forward, backward) = spec.quantizer, spec.exact
-    draws, ends = rounds_stochastically(quantizer), int(spec.sections is not None and not spec.sections.stack)
-    needs_row = not backward and bool(col.stochastic) and shared(row, col)  # those random bits are the row operand's
-    keys = tuple(quantizer.new_state("meta")) if spec.remembers else ()
-    # The statistics of both operands are measured now.
-    moving = spec.measures or (spec.remembers and moves(quantizer, row, col))
-    spec = spec._replace(later=False)
-    same = _measured_once(row, col) if spec.sections is None else row is not None and same_amaxes(row, col)
-    once = same and not (keys or ends) and quantizer.col_source == "original"
-    first = encoder(spec._replace(col=moving, measures=once or spec.measures, exact=(forward, False)))
-    stats_given = (True,) * len(col.stats) if once else ()
-    second = encoder(spec._replace(row=needs_row, given=stats_given, measures=False, exact=(False, backward)))
+    traced, row = spec.later, sides_of(spec)[0]
+    draws, ends = rounds_stochastically(spec.quantizer), int(spec.sections is not None and not spec.sections.stack)
+    keys = tuple(spec.quantizer.new_state("meta")) if spec.remembers else ()
+    now, then_made = one_by_one(spec)
+    moving, once = now.col, bool(then_made.given)
+    first, second = encoder(now), encoder(then_made)
 
     def encode(x: Tensor, statistics: Stats, seed: Tensor | None, *offs: Tensor) -> Encoded:
         # A compiler merges equal operators, and no operators that are given different seeds.
@@ -326,10 +317,22 @@ def in_two_steps(encoder: BindEncoder, spec: EncoderSpec) -> Encoder:
     return Encoder(first.row, second.col, encode, later, second.derived)
 
 
-def _measured_once(row: Quantizer | None, col: Quantizer | None) -> bool:
-    """Whether both operands have the same statistics, which are values of the whole tensor."""
-    stats = col.stats if col is not None and shared(row, col) else []
-    return len(stats) > 0 and all(stat.block == (None, None) for stat in stats)
+def one_by_one(spec: EncoderSpec) -> tuple[EncoderSpec, EncoderSpec]:
+    """The encodings of the row operand now, and of the column operand later. The second is given the statistics that
+    the first measures, where both operands have the same, of the whole tensor."""
+    (row, col), (forward, backward) = sides_of(spec), spec.exact
+    assert col is not None
+    needs_row = not backward and bool(col.stochastic) and shared(row, col)  # those random bits are the row operand's
+    # The statistics of both operands are measured now.
+    moving = spec.measures or (spec.remembers and moves(spec.quantizer, row, col))
+    stats = col.stats if shared(row, col) else []
+    same = len(stats) > 0 and all(stat.block == (None, None) for stat in stats)
+    if spec.sections is not None:
+        same = spec.sections.stack and row is not None and same_amaxes(row, col)
+    once = same and not spec.remembers and spec.quantizer.col_source == "original"
+    given, spec = (True,) * len(col.stats) if once else (), spec._replace(later=False)
+    first = spec._replace(col=moving, measures=once or spec.measures, exact=(forward, False))
+    return first, spec._replace(row=needs_row, given=given, measures=False, exact=(False, backward))
 
 
 def _can_be_later(spec: EncoderSpec) -> bool:
