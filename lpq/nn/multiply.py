@@ -23,7 +23,7 @@ from lpq.nn.input_checks import check_backward
 from lpq.nn.observing import Watch
 from lpq.nn.plan import Plan
 from lpq.nn.shared_states import EncodedBy
-from lpq.nn.siblings import EncodedInput, SharedInputs
+from lpq.nn.siblings import EncodedInput, LastInput, SharedColumn, SharedInputs
 from lpq.nn.step import Shapes, Step, bind_few
 from lpq.nn.traced_step import through_dispatcher
 from lpq.nn.wanted import Accumulate, computes, gradients_needed, refuse_part_of, refuse_parts, sum_in_place
@@ -55,8 +55,8 @@ class LayerCall(NamedTuple):
     measured: Sequence[Tensor] = ()
     """The measured statistics of such a weight."""
     accumulate: Accumulate | None = None
-    inputs: SharedInputs | None = None
-    """The inputs that other layers encoded, if this layer's input may be among them."""
+    inputs: SharedInputs | LastInput | None = None
+    """The inputs that other layers encoded, if this layer's input may be among them. A gradient frees them."""
     static: Sequence[object] = ()
     """The values of the state of the input, if no step moves it and other layers may share it."""
     input: Buffers | None = None
@@ -77,6 +77,8 @@ class LayerCall(NamedTuple):
     """The shape of the result, if its leading dimensions differ from ``x``."""
     encoded_by: EncodedBy | None = None
     """The layer's own state, if ``input`` was encoded by that."""
+    column: SharedColumn | None = None
+    """Has the column operand of the input in backward, for all layers that share it."""
 
 
 class Within(NamedTuple):
@@ -157,10 +159,10 @@ class Multiplication(torch.autograd.Function):
             watch.tell("w", weight, plan.w, own_states.get("w"), w_seed)
         if operands is not None:
             x_row, x_col = operands
-        elif inputs is None:
-            x_row, x_col, x_stats = x_encoder.encode(values, of_x, x_seed, *ends)
-        else:
+        elif isinstance(inputs, SharedInputs):
             x_row, x_col, x_stats = inputs.encode(x_encoder, values, of_x, static, layer)
+        else:
+            x_row, x_col, x_stats = x_encoder.encode(values, of_x, x_seed, *ends)
         if call.encoded_by is not None:
             x_stats = call.encoded_by.measured
         if encoded is None:
@@ -189,7 +191,7 @@ class Multiplication(torch.autograd.Function):
         ctx.moves, ctx.dy_state = bool(plan.moving), None
         ctx.x_shape, ctx.counts = x.shape, (len(x_col), len(w_col), len(x_stats), len(w_stats))
         # Not the row operand, which backward does not need.
-        ctx.call = call if pair is None and call.values is None else call._replace(input=None, values=None)
+        ctx.call = call if pair is None and call.values is None else call._replace(input=None, values=None, shared=None)
         if bias is not None:
             ctx.bias = bias.dtype
         # Autograd does not count writes to the buffers of a quantized tensor: they happen inside of operators.
@@ -199,11 +201,9 @@ class Multiplication(torch.autograd.Function):
             ctx.weight = weight
         if step.refuses is None and (bias is None or not bias.requires_grad):
             ctx.encoded_gradient = plan.dy
-        ctx.column = None
-        if shared is not None:
-            ctx.call, ctx.column = call._replace(values=None, shared=None), shared.column  # not the row operand
-            if shapes.needs_dw:
-                ctx.column.used()
+        ctx.column = call.column
+        if call.column is not None and shapes.needs_dw:
+            call.column.users += 1
         shape = call.shape
         if shape is None:
             if x.dim() == 2:
@@ -229,8 +229,6 @@ class Multiplication(torch.autograd.Function):
         plan, shapes, step, inputs, ends, title = call.plan, call.shapes, call.step, call.inputs, call.ends, call.title
         if inputs:
             inputs.clear()
-        if ctx.column is not None:
-            ctx.column.clear()
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         if step is None or not runs_whole():
             needs_dx, needs_dw, needs_db = gradients_needed(ctx)

@@ -150,12 +150,12 @@ def multiply_parts(
         first = shared is None
         if shared is None:
             through = _sum_gradients(x, sequence, over.whole, group) if needs[0] else x
-            shared, call = EncodedInput(through, SharedColumn(siblings.inputs)), siblings.first
+            shared, call = EncodedInput(through, SharedColumn()), siblings.first
         through = shared.tensor
     if plan.memories or plan.stochastic or call.shapes.encoded:
         call = complete(call, x, w)
-    if shared is not None:
-        call = call._replace(values=x.detach(), shared=shared)
+    if siblings is not None and shared is not None:
+        call = call._replace(values=x.detach(), shared=shared, column=shared.column, inputs=siblings.inputs)
     if isinstance(x, QuantizedTensor):
         by = EncodedBy.over_ranks(layer, x)
         if isinstance(x, WithValue) and x.beside:

@@ -87,30 +87,22 @@ class EncodedInputs(dict[object, KnownInput]):
 class SharedColumn:
     """The column operand that siblings have in common, gathered once: it stays as long as a sibling needs it."""
 
-    def __init__(self, inputs: LastInput) -> None:
-        self._inputs = inputs
-        self._users = 0
-        self._col: Sequence[Tensor] | None = None
-
-    def used(self) -> None:
-        """Note that one more layer needs it in backward."""
-        self._users += 1
+    def __init__(self) -> None:
+        self.users = 0
+        """The layers that need it in backward, and have not had it."""
+        self.operand: Sequence[Tensor] | None = None
 
     def begin(self, begin: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor]) -> Any:
         """Begin to gather it, unless a sibling has."""
-        return begin(tensors) if self._col is None else None
+        return begin(tensors) if self.operand is None else None
 
     def finish(self, later: Callable[[Any], Sequence[Tensor]], begun: Any) -> Sequence[Tensor]:
         """The operand, for one of the layers."""
-        col = self._col if begun is None else later(begun)
+        col = self.operand if begun is None else later(begun)
         assert col is not None
-        self._users -= 1
-        self._col = col if self._users > 0 else None
+        self.users -= 1
+        self.operand = col if self.users > 0 else None
         return col
-
-    def clear(self) -> None:
-        """Drop the input, as a gradient came."""
-        self._inputs.clear()
 
 
 class EncodedInput:
