@@ -57,7 +57,7 @@ def weight_operands(plan: Plan, weight: Tensor, held: HeldWeight | None, col: bo
         return row, ()
     of_col = operand_tensors(weight, "col", plan.w.side("col").text)
     if not traced and None not in weight.stored:  # else an operand is derived, anew each time
-        weight.operand_cache = plan.w, row, of_col
+        weight.operand_cache = plan.w, row, of_col, None
     return row, of_col
 
 

@@ -8,6 +8,7 @@ gradient of a stored weight.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -23,6 +24,8 @@ from lpq.tensor import QuantizedTensor
 
 Buffers = tuple[Sequence[Tensor], Sequence[Tensor]]
 """The buffers of the row operand and of the column operand."""
+Given = tuple[Sequence[Tensor], Sequence[Tensor], Any]
+"""Both, and None; or a ``SharedColumn``, which makes the column operand of the second, in backward."""
 SUMMED = "the gradient of its bias is a sum in high precision"
 """Why a layer that trains its bias takes no gradient that is encoded."""
 
@@ -48,13 +51,13 @@ def input_buffers(title: str, plan: Plan, x: QuantizedTensor, needs_dw: bool, by
     return _buffers(x, "row", text, title), _buffers(x, "col", text, title) if needs_dw else ()
 
 
-def buffers_at_hand(plan: Plan, x: QuantizedTensor, needs_dw: bool) -> Buffers | None:
+def buffers_at_hand(plan: Plan, x: QuantizedTensor, needs_dw: bool) -> Given | None:
     """The buffers that a producer left for layers with this quantizer, without a check that is not a comparison; None
     if there are none."""
     record = x.operand_cache
     if record is None or record[0] is not plan.x or (needs_dw and not record[2]):
         return None
-    return record[1], record[2] if needs_dw else ()
+    return record[1], record[2] if needs_dw else (), record[3]
 
 
 def describe_encoding(x: QuantizedTensor) -> str:

@@ -37,6 +37,8 @@ ONE_FUNCTION = "its layers are one function, with encoded operands between them"
 ENCODES = "it encodes its output, once, for the layers that take it"
 IN_RUNS = "it encodes its output in {} runs, one for each format that layers behind it take"
 SERVES = ", and hands it to others in high precision, from {}"
+LATER = "backward makes the column operand for {} anew"
+KEPT = "x.save=input has no effect for {}, as {}"
 ONE_KERNEL = "one kernel computes its activation; gate and up are one layer, and operands are encoded as before"
 OTHER = "its forward is neither down(act(gate(x)) * up(x)) nor down(act(up(x))) alone, with a SiLU, GELU or ReLU"
 HOOKED = "hooks are called with its activation"
@@ -223,7 +225,8 @@ def notes(model: nn.Module) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
             kind, note = module.lpq_bases[1].__name__, ONE_KERNEL if module.lpq_parts.halves else ONE_FUNCTION
         elif isinstance(module, EncodingNorm | FusedExperts):
             note = ONE_KERNEL if isinstance(module, FusedExperts) else _runs(module, name)
-            note = "; ".join(filter(None, (note, sums.get(id(module)))))
+            later = [] if isinstance(module, FusedExperts) else _made_later(module, name)
+            note = "; ".join(filter(None, (note, *later, sums.get(id(module)))))
         note += COMPILED * any(layer.passes.traced for layer in _converted(module))
         (fused if reason is None else apart).append(Entry(name, kind, reason or note))
     return tuple(fused), tuple(apart)
@@ -240,6 +243,23 @@ def _runs(norm: EncodingNorm, name: str) -> str:
         note = f"{IN_RUNS.format(len(groups))}: {', and '.join(runs)}"
     others = norm.serves_others or sum(len(group.at) for group in groups) < len(layers)
     return note + SERVES.format("the same run" if len(groups) == 1 else "the first of them") * others
+
+
+def _made_later(norm: EncodingNorm, name: str) -> list[str]:
+    """Notes on ``x.save=input`` of layers behind a norm of this name."""
+    notes, (block, _, _) = [], name.rpartition(".")
+    for group in norm.groups:
+        layers = [norm.consumers[i] for i in group.at]
+        asked = [layer for layer in layers if layer.passes.plan is not None and layer.passes.plan.keeps_input]
+        whose = listed([layer.qualified_name.removeprefix(f"{block}.") for layer in asked])
+        if asked and group.later and all(layer.layouts is None for layer in layers):
+            notes.append(LATER.format(whose))
+        elif asked and "x" in group.plan.remembered:
+            notes.append(KEPT.format(whose, f"x={group.plan.x} remembers statistics"))
+        elif asked:
+            why = "ranks share out the layers" if group.later else "others keep the column operand that these take, too"
+            notes.append(KEPT.format(whose, why))
+    return notes
 
 
 def _converted(module: nn.Module) -> list[StatefulLayer]:

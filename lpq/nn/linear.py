@@ -16,7 +16,7 @@ from lpq.formats import Quantizer
 from lpq.kernels.table import kernels_allowed
 from lpq.nn import recomputed
 from lpq.nn.cached_weight import HeldWeight, turn_of_weight, weight_operands, write_stamp
-from lpq.nn.encoded_inputs import Buffers, buffers_at_hand, input_buffers
+from lpq.nn.encoded_inputs import Given, buffers_at_hand, input_buffers
 from lpq.nn.exported import forward_of
 from lpq.nn.input_checks import check, check_accumulation, check_memories
 from lpq.nn.multiply import LayerCall, Multiplication, Prepared, Within
@@ -85,36 +85,37 @@ class Layer(WeightedLayer):
             return self._multiply(plan, input, weight, input.dtype, within)
         if not isinstance(input, Tensor):
             check(self, input, weight)
-        buffers = by = None
+        given = by = None
         if isinstance(input, QuantizedTensor) and not hasattr(weight, "device_mesh"):
             traced, needs_dw = torch.compiler.is_compiling(), torch.is_grad_enabled() and weight.requires_grad
             encoded = input.encoded_as(plan.x) if isinstance(input, WithValue) and input.beside else input
             by = EncodedBy.own(self, encoded) if plan.memories and not traced else None
-            buffers = None if traced or (plan.memories and by is None) else buffers_at_hand(plan, encoded, needs_dw)
-            if buffers is None:
-                if isinstance(input, WithValue) and (not traced or plan.memories or encoded.quantizer != plan.x):
+            given = None if traced or (plan.memories and by is None) else buffers_at_hand(plan, encoded, needs_dw)
+            if given is None:
+                other = plan.memories or encoded.quantizer != plan.x or (needs_dw and encoded.stored[1] is None)
+                if isinstance(input, WithValue) and (not traced or other):
                     return self.forward(input.expand(input.shape), within)  # the value, which autograd knows
                 check(self, input, weight)
-                buffers = input_buffers(self.title, plan, input, needs_dw, by is not None)
+                given = *input_buffers(self.title, plan, input, needs_dw, by is not None), None
             if by is not None and torch.is_grad_enabled():
                 by.take(self)
         device = input.device.type
         if not input.is_meta and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             with torch.autocast(device, enabled=False):  # it has no effect from here on, and would slow every operation
-                return self._multiply(plan, input, weight, dtype, within, buffers, by)
-        return self._multiply(plan, input, weight, input.dtype, within, buffers, by)
+                return self._multiply(plan, input, weight, dtype, within, given, by)
+        return self._multiply(plan, input, weight, input.dtype, within, given, by)
 
     def _multiply(
         self, plan: Plan, input: Tensor, weight: Tensor, dtype: torch.dtype, within: Within | None,
-        buffers: Buffers | None = None, by: EncodedBy | None = None,
+        given: Given | None = None, by: EncodedBy | None = None,
     ) -> Tensor:  # fmt: skip
         passes, bias = self.passes, self.bias
         held_weight = self.held_weight() if passes.held_weight is not None else None
         ordinary = type(weight) in ORDINARY or isinstance(weight, QuantizedTensor)
-        first = input if buffers is None else buffers[0][0]
+        first = input if given is None else given[0][0]
         if ordinary and can_bypass_dispatcher(first):
-            encoded = buffers is not None or (within is not None and within.x)
+            encoded = given is not None or (within is not None and within.x)
             arrives = within is not None and within.dy
             call = self._bound(plan, input, weight, bias, dtype, held_weight is not None, encoded, arrives)
         elif hasattr(weight, "device_mesh") and (self.layouts is not None or hasattr(input, "device_mesh")):
@@ -127,13 +128,13 @@ class Layer(WeightedLayer):
             check(self, input, weight)
             self.note_pass(torch.compiler.is_dynamo_compiling())
             inputs = self.model.inputs if plan.shares and can_bypass_dispatcher(input) else None
-            shapes = self._shapes(input, weight, dtype, held_weight is not None, buffers is not None)
+            shapes = self._shapes(input, weight, dtype, held_weight is not None, given is not None)
             title = "" if torch.compiler.is_compiling() else self.title
             call = LayerCall(plan, shapes, None, inputs=inputs, layer=0 if inputs is None else id(self), title=title)
         if plan.memories or plan.stochastic or call.shapes.encoded or self.gather is not None or self.model.accumulate:
             call = self.with_all(call, first, weight, held_weight)
-        if buffers is not None:
-            call = call._replace(input=buffers, encoded_by=by)
+        if given is not None:
+            call = call._replace(input=given[:2], encoded_by=by, column=given[2])
         if passes.observers:
             call = call._replace(watch=watch(self))
         if within is not None:

@@ -258,6 +258,8 @@ class Multiplication(torch.autograd.Function):
             dy = gradient_given(title, encoded, plan.dy, step.dy, why_not)
         if needs_dx and not makes_dx:
             step = step._replace(dgrad=None)
+        if ctx.column is not None and ctx.column.encoder is not None:
+            step = step._replace(x=ctx.column.encoder)
         dx = dw = db = None
         saved = ctx.saved_tensors if needs_dx or needs_dw or ends else ()
         if needs_dx or needs_dw:

@@ -23,10 +23,11 @@ from lpq import registry
 from lpq.kernels.table import kernels_allowed
 from lpq.nn.linear import Layer
 from lpq.nn.plan import Plan
+from lpq.nn.recomputed_norms import ColumnOfNorm, column_encoder, inputs_of_column, value_of
 from lpq.nn.shared_states import EncodedBy, local_state, shared_state
 from lpq.nn.stand_ins import Read, changed
 from lpq.operations.binding import Operand, on_device
-from lpq.operations.encoder import Encoder, EncoderSpec, Stats, bind_encoder
+from lpq.operations.encoder import Encoder, EncoderSpec, Stats, bind_encoder, one_by_one
 from lpq.operations.inputs import DTYPES, as_matrix
 from lpq.operations.norm_choice import norm_kernels_of
 from lpq.operations.norm_kernels import Gradients
@@ -285,19 +286,24 @@ class ConsumerGroup(NamedTuple):
     """Their places among the consumers of the norm."""
     col: bool
     """Whether backward needs the column operand."""
+    later: bool = False
+    """Whether backward makes it, as all that need it have ``x.save=input``."""
 
 
 def groups_of(plans: Sequence[Plan | None], trained: Sequence[bool]) -> list[ConsumerGroup]:
     """The groups of layers with these plans. The others take the output in high precision: they have no recipe, or make
     of each input an encoding of their own. ``trained``: for each layer whether backward needs the gradient of its
     weight."""
-    places: dict[str, list[int]] = {}
-    by_text: dict[str, Plan] = {}
+    by_text: dict[str, list[tuple[int, Plan]]] = {}
     for i, plan in enumerate(plans):
         if plan is not None and (plan.shares or ("x" in plan.moving and not plan.draws_for_x)):
-            by_text.setdefault(plan.x.text, plan)
-            places.setdefault(plan.x.text, []).append(i)
-    return [ConsumerGroup(by_text[text], tuple(at), any(trained[i] for i in at)) for text, at in places.items()]
+            by_text.setdefault(plan.x.text, []).append((i, plan))
+    groups = []
+    for members in by_text.values():
+        keeps, plan = [of.keeps_input for i, of in members if trained[i]], members[0][1]
+        later = bool(keeps) and all(keeps) and "x" not in plan.remembered
+        groups.append(ConsumerGroup(plan, tuple(i for i, _ in members), bool(keeps), later))
+    return groups
 
 
 class BoundNorm(NamedTuple):
@@ -310,6 +316,8 @@ class BoundNorm(NamedTuple):
     """None: ``NormKind.gradients`` computes them."""
     over: DividedNorm | None = None
     """How ranks have its output, where they share out the layers that take it."""
+    makes_later: bool = False
+    """Whether backward makes a column operand."""
 
 
 class EncodedNorm(torch.autograd.Function):
@@ -324,8 +332,10 @@ class EncodedNorm(torch.autograd.Function):
         layers: Sequence[Sequence[Layer]], residual: Tensor | None, with_sum: bool,
     ) -> Any:  # fmt: skip
         columns = (weight,) if bias is None else (weight, bias)
+        y: Any
         y, normed, rows = bound.encode(x, residual, columns, layers)
         ctx.bound, ctx.n_tensors = bound, 1 + len(columns)
+        ctx.later = [encoded.operand_cache[3] for encoded in (y, *y.beside)] if bound.makes_later else ()
         ctx.save_for_backward(normed, *columns, *rows)
         if not with_sum:
             return y
@@ -334,6 +344,9 @@ class EncodedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, other: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        for column in ctx.later:
+            if column is not None:  # all layers have had it; those that ran forward again were counted twice
+                column.operand = None
         count = ctx.n_tensors
         of_x, *of_columns = ctx.needs_input_grad[:count]
         of_residual = ctx.needs_input_grad[5]
@@ -383,10 +396,16 @@ def bind_norm(
     matrix = like.numel() // cols if cols else 0, cols
     cut, ranks = (None, "") if over is None else (over.cut, over.group)
     source = norm_source(norm, biased)
+
+    def specs(group: ConsumerGroup) -> tuple[EncoderSpec, EncoderSpec | None]:
+        """How forward encodes and, if it does, backward."""
+        spec = EncoderSpec(group.plan.x, matrix, dtype, device, True, group.col, "x" in group.plan.remembered)
+        return one_by_one(spec) if group.later and over is None else (spec, None)
+
     apart: list[tuple[ConsumerGroup, _Encoding]] = []
     produced: list[tuple[ConsumerGroup, Output]] = []
     for group in groups:
-        spec = EncoderSpec(group.plan.x, matrix, dtype, device, True, group.col, "x" in group.plan.remembered)
+        spec, _ = specs(group)
         output = Output(spec, cut=cut)
         if why_apart(source, output) is None:
             produced.append((group, output))
@@ -407,6 +426,9 @@ def bind_norm(
         else:
             find = kernels.bind_rows(norm, matrix, dtype, device)
     named = None if over is None else (ranks, cut)
+    of_kernels = source if produced else None
+    again = [spec and column_encoder(norm, of_kernels, spec) for _, spec in (specs(group) for group, _ in encodings)]
+    makes_later = any(again)
 
     def encode(
         x: Tensor, residual: Tensor | None, columns: Sequence[Tensor], layers: Sequence[Sequence[Layer]]
@@ -423,7 +445,10 @@ def bind_norm(
             x = x if residual is None else x + residual
             value = norm.compute(x, *columns)
         made: list[Any] = []
-        for (group, encoding), own in zip(encodings, layers, strict=True):
+        kept: Sequence[Tensor] = ()
+        if makes_later:
+            kept = inputs_of_column(x, rows, columns)
+        for (group, encoding), encoder, own in zip(encodings, again, layers, strict=True):
             state = shared = shared_state(own) if "x" in group.plan.remembered else None
             if over is not None and state is not None:
                 state = local_state(state)
@@ -435,7 +460,9 @@ def bind_norm(
                 value = given if value is None else value
             of_side = None if encoding.col is None else encoding.col.over(of_col)
             encoded: Any = WithValue(encoding.row.over(of_row), of_side, group.plan.x, shape, dtype)
-            encoded.operand_cache = group.plan.x, of_row, of_col
+            encoded.operand_cache = group.plan.x, of_row, of_col, None
+            if encoder is not None:
+                encoded.operand_cache = group.plan.x, of_row, (*kept, *measured), ColumnOfNorm(encoder)
             if state is not None or named is not None:
                 encoded.encoded_by = EncodedBy(own, shared or {}, measured, group.col, named)
             made.append(encoded)
@@ -443,11 +470,11 @@ def bind_norm(
         if others and value is not None:
             first.source = value.view(shape)
         else:
-            first.source = partial(_value_of, norm, x, columns, None if x.is_inference() else version_of(x))
+            first.source = partial(value_of, norm, x, columns, None if x.is_inference() else version_of(x))
         first.beside = beside
         return first, x, rows
 
-    return BoundNorm(norm, [group for group, _ in encodings], encode, gradients, over)
+    return BoundNorm(norm, [group for group, _ in encodings], encode, gradients, over, makes_later)
 
 
 def _produced(producer: Producer) -> _Encoding:
@@ -462,15 +489,3 @@ def _encoded_apart(encoder: Encoder) -> _Encoding:
 
     assert encoder.row is not None
     return _Encoding(encoder.row, encoder.col, run, True)
-
-
-def _value_of(norm: NormKind, x: Tensor, columns: Sequence[Tensor], version: int | None) -> Tensor:
-    """The output of a norm that has encoded it, for something that takes no operands in this pass. ``version``: of the
-    input then; None: nobody counts its writes."""
-    if version is not None and version_of(x) != version:
-        raise RuntimeError(
-            f"the input of a norm, {list(x.shape)}, was written to, and then something other than layers of lpq took "
-            "the output, which is computed for it: write to a copy, or call lpq.unfuse on the block"
-        )
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False), on_device(x.device):
-        return norm.compute(x.detach(), *columns)

@@ -85,11 +85,12 @@ class EncodedInputs(dict[object, KnownInput]):
 
 
 class SharedColumn:
-    """The column operand that siblings have in common, gathered once: it stays as long as a sibling needs it."""
+    """The column operand that siblings have in common, gathered or made once: it stays while a sibling needs it."""
 
-    def __init__(self) -> None:
-        self.users = 0
-        """The layers that need it in backward, and have not had it."""
+    def __init__(self, encoder: Encoder | None = None) -> None:
+        """``encoder``: the producer's, which makes it in backward; None: the layers have encoders that gather it."""
+        self.encoder, self.users = encoder, 0
+        """``users``: the layers that need it in backward, and have not had it."""
         self.operand: Sequence[Tensor] | None = None
 
     def begin(self, begin: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor]) -> Any:

@@ -115,9 +115,9 @@ class QuantizedTensor(Gathered, Tensor):
     """The state by which a producer encoded it, for layers that remember (``lpq/nn/shared_states.py``). Views of the
     whole keep it."""
 
-    operand_cache: tuple[Quantizer, Sequence[Tensor], Sequence[Tensor]] | None = None
+    operand_cache: tuple[Quantizer, Sequence[Tensor], Sequence[Tensor], Any] | None = None
     """The buffers of both operands, for the quantizer of the layer that read them last, or will read them: they stay
-    the same tensors."""
+    the same tensors. Then None, or a ``SharedColumn``, for which backward keeps the tensors before it."""
 
     dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
     """Run an operator; ``lpq.tensor.aten``, which is written over this class, provides it."""

@@ -100,3 +100,52 @@ def test_norms_before_layers_of_several_formats_by_fsdp_alone(rank: int) -> None
             assert (["in 2 runs" in notes.get(name, "") for name in ("0.norm", "1.norm")]) == [fuse, fuse]
             found.append(tensors)
         assert equal(*found), weights
+
+
+class Front(nn.Module):
+    """A norm in a unit of its own: its weight is freed when backward of the layers behind it begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = lpq.nn.RMSNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x)
+        return y
+
+
+@pytest.mark.parametrize("recipe", ["x=fp8(), w=fp8(), dy=fp8(dtype=e5m2)", "x=mxfp8, w=mxfp8, dy=mxfp8"])
+@on_ranks(2)
+def test_backward_encodes_the_output_of_a_norm_by_fsdp_alone(rank: int, recipe: str) -> None:
+    for weights in (None, "high_precision"):
+        found = []
+        for fuse, apart in ((False, False), (True, False), (True, True)):
+            torch.manual_seed(0)
+            model: Any = nn.Sequential(Normed(nn.RMSNorm), Normed(nn.RMSNorm))
+            for layer in model if apart else ():
+                layer.norm = Front()
+            model.bfloat16()
+            net: Any = lpq.convert(model, f"{recipe}, x.save=input", include="all", weights=weights, fuse=fuse)
+            for layer in net if apart else ():
+                layer.norm.norm.consumers = (layer.mlp.gate_proj, layer.mlp.up_proj)
+            for unit in (*(layer.norm for layer in net if apart), *net, net):
+                fully_shard(unit, mesh=mesh_of())
+            tensors, nodes = trained(net, "fp8-current", 2 * rank, sequence=False)
+            assert ({"EncodedNormBackward", "FusedMLPBackward"} <= nodes) == fuse
+            notes = [entry.note for entry in lpq.report(net).fused if entry.name.endswith("norm")]
+            assert ["anew" in note for note in notes] == [True, True] * fuse
+            found.append(tensors)
+        assert equal(*found[:2]), weights
+        assert equal(*found[1:]), weights
+
+
+@on_ranks(4)
+def test_norms_over_ranks_that_share_out_the_layers_keep_the_operand(rank: int) -> None:
+    recipe, found = "x=mxfp8, w=mxfp8, dy=mxfp8, x.save=input", []
+    for fuse in (True, False):
+        net = sharded(recipe, None, True, fuse)
+        found.append(trained(net, "mxfp8", rank, sequence=True)[0])
+        notes = [entry.note for entry in lpq.report(net).fused if entry.name.endswith("norm")]
+        assert all("x.save=input has no effect" in note and "as ranks share out" in note for note in notes)
+        assert len(notes) == 2 * fuse
+    assert equal(*found)

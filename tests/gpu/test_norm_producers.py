@@ -217,6 +217,35 @@ def test_gradients_of_the_kernel(norm: NormKind, dtype: torch.dtype, beside: Nor
 
 
 @FAMILIES
+@pytest.mark.parametrize("kind", [nn.RMSNorm, nn.LayerNorm], ids=["rms", "layer"])
+@pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8", "fp8-block", "fp8-row", "nvfp4"])
+def test_backward_encodes_what_forward_would_have_and_the_operand_is_not_kept(
+    kind: type[nn.Module], recipe: str
+) -> None:
+    """By ``x.save=input``, of eight norms: the most memory is taken at the end of forward."""
+    of, count = lpq.recipe(recipe), 8
+    x = torch.randn(*ROWS, IN, device="cuda", dtype=torch.bfloat16)
+    found, most, column = [], [], 0
+    for option in ("encoded", "input"):
+        torch.manual_seed(1)
+        net: Any = nn.Sequential(*(Behind(kind, IN, IN) for _ in range(count))).to("cuda", torch.bfloat16)
+        lpq.convert(net, f"x={of.x}, w={of.w}, dy={of.dy}, x.save={option}", include="all", fuse=True)
+        assert len(lpq.report(net).fused) == count
+        y = net[0].norm(x.clone().requires_grad_())
+        assert (y.col is None) == (option == "input")
+        column = column or sum(t.nbytes for t in y.col.tensors())
+        del y
+        found.append(step(net, x))  # kernels are bound
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step(net, x)
+        most.append(torch.cuda.max_memory_allocated() - before)
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+    assert most[0] - most[1] >= count // 2 * column, (most, column)
+
+
+@FAMILIES
 @pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8"])
 def test_the_value_beside_the_operands(recipe: str) -> None:
     """The kernel writes the tensor that it encodes, for a residual."""

@@ -257,3 +257,30 @@ def test_rows_are_found_once_for_all_groups(
     for encoded in encodings:
         text = encoded.quantizer.text
         expect_bytes(encoded.buffers, encoded.quantizer.quantize(expected).buffers, text)
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["layers", "others"])
+@pytest.mark.parametrize("norm", [RMS[0], LAYER], ids=["rms", "layer"])
+def test_what_backward_encodes_is_what_forward_would_have(
+    norm: NormKind, others: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the same kernel, of the same rows, and where both operands have one amax, with the amax that it measured."""
+    monkeypatch.setattr(produced_programs, "not_here", lambda *what: None)
+    torch.manual_seed(2)
+    x, weight = torch.randn(12, 64).bfloat16(), torch.rand(64).bfloat16()
+    recipes = [lpq.recipe(text) for text in ("fp8-current", "mxfp8", "nvfp4", "fp8-block", MADE_OF_ROW)]
+    texts = [f"x={recipe.x}, w={recipe.w}, dy={recipe.dy}, x.save=" for recipe in recipes]
+    made: dict[str, list[Any]] = {}
+    for option in ("encoded", "input"):
+        plans = [lpq.convert(nn.Sequential(nn.Linear(8, 8)), text + option)[0].passes.plan for text in texts]
+        bound = bind_norm(norm, groups_of(plans, [True] * len(plans)), x, False, others)
+        first, _, rows = bound.encode(x, None, (weight,), [()] * len(plans))
+        made[option] = [first, *first.beside]  # type: ignore[attr-defined]
+        (expected,) = norm_source(norm).compute(x, *rows, weight)
+        assert not others or torch.equal(first.value, expected)  # type: ignore[attr-defined]
+    for whole, row in zip(made["encoded"], made["input"], strict=True):
+        _, of_row, kept, column = row.operand_cache
+        assert row.col is None
+        expect_bytes(of_row, whole.operand_cache[1], whole.quantizer.text)
+        assert kept[0].data_ptr() == x.data_ptr()
+        expect_bytes(column.encoder.later(kept), whole.operand_cache[2], whole.quantizer.text)
