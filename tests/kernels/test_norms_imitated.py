@@ -5,10 +5,16 @@ from __future__ import annotations
 import imitated
 import pytest
 import torch
+from support.comparing import expect_bytes
 from test_producers_imitated import CPU, check, numbers
+from tile_sides import side_of
 
+import lpq
+from lpq.operations import produced_tiles
+from lpq.operations.encoder import EncoderSpec, encoding_of, one_by_one
 from lpq.operations.norm_kernels import bind_gradients, bind_rows, bind_sum_rows
 from lpq.operations.norms import NormKind, norm_source
+from lpq.operations.produced_tiles import SourceOutput
 from lpq.testing.comparing import Poisoned
 
 pytestmark = [*imitated.MARKS, pytest.mark.usefixtures("launched")]
@@ -28,6 +34,27 @@ def test_elements_in_fp32(norm: NormKind, biased: bool, text: str) -> None:
     """They are encoded without being rounded before, as layers encode inputs in fp32."""
     for shape in ((37, 136), (128, 128)):
         check(norm_source(norm, biased), [text], shape, torch.float32, measure=shape[0] == 37)
+
+
+@pytest.mark.parametrize("text", ["fp8", "mxfp8", "nvfp4", "fp8(scaling=row)", "fp8(scaling=block)"])
+def test_an_operand_that_backward_makes_is_what_forward_would_have_made(text: str) -> None:
+    """With the amax that forward measured, where both operands have the same."""
+    shape, source, quantizer = (37, 136), norm_source(RMS[0]), lpq.quantizer(text)
+    x, weight = torch.randn(shape).bfloat16(), torch.rand(shape[1]).bfloat16()
+    inputs = x, *RMS[0].rows(x), weight
+    spec = EncoderSpec(quantizer, shape, torch.bfloat16, CPU)
+    made, stats = [], ()
+    for one in (spec, *one_by_one(spec)):
+        e = encoding_of(one)._replace(dispatched=True)
+        output = SourceOutput(e, *(side and side_of(side, way) for side, way in ((e.row, "row"), (e.col, "col"))))
+        run = produced_tiles.bind(source, shape, torch.bfloat16, CPU, [output], [False])
+        with Poisoned():
+            (result,) = run(inputs, [stats if one.given else ()], [None])
+        made.append(result)
+        stats = result.stats
+    both, row, col = made
+    assert (len(row.stats), one.given) == ((1, (True,)) if text == "fp8" else (0, ()))
+    expect_bytes([*row.row, *col.col], [*both.row, *both.col], text)
 
 
 @pytest.mark.parametrize("norm", [RMS[0], LAYER], ids=["rms", "layer"])
