@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.formats.format import Storage
+from lpq.formats.format import Quantizer, Storage
 from lpq.kernels import KernelError, choose, cublaslt
 from lpq.kernels.products import bind_product_with_alpha, product, scaled_product
 from lpq.kernels.table import optional
@@ -24,10 +24,6 @@ from lpq.operations.decoding import decode
 from lpq.operations.exact_form import BoundExact, Exact, Multiplicand, ToExact
 from lpq.operations.references import gemm_reference
 from lpq.operations.rotated_decoding import decode_rotated
-
-if TYPE_CHECKING:
-    from lpq.formats.format import Quantizer
-
 
 S = TypeVar("S", bound=Storage)
 

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -18,16 +18,13 @@ from lpq.nn import Layer
 from lpq.nn.conversion_plan import ConversionPlan
 from lpq.nn.expert_stacks import ExpertStack
 from lpq.nn.names import plain_name
+from lpq.nn.sharded_weights import Weights
 from lpq.nn.stateful_layer import StatefulLayer
-from lpq.recipes import Recipe
+from lpq.recipes import PolicyLike, Recipe
 from lpq.recipes.globs import matches
 from lpq.registry.errors import LpqError
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.tensors import local_part
-
-if TYPE_CHECKING:
-    from lpq.nn.sharded_weights import Weights
-    from lpq.recipes import PolicyLike
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """The number of a block in the name of a layer."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,12 @@ from lpq.formats import Storage
 from lpq.nn import Layer, convert
 from lpq.nn.expert_stacks import ExpertStack, Names, renamed
 from lpq.nn.names import plain_name
+from lpq.nn.sharded_weights import Weights
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.operations import decode, remember
 from lpq.operations.inputs import DTYPES
 from lpq.operations.quantizing import quantize
+from lpq.recipes import PolicyLike
 from lpq.registry.showing import listed
 from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
@@ -39,10 +41,6 @@ from lpq.torch_private.tensors import local_part
 
 CACHE = re.compile(r".*\.(k|v|q|kv)_scale|.*\.(k|v)_proj\.output_scale")
 """The names of scales of a KV cache, as others write them."""
-
-if TYPE_CHECKING:
-    from lpq.nn.sharded_weights import Weights
-    from lpq.recipes import PolicyLike
 
 
 @model_first

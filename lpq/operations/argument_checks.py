@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
+from lpq.formats.format import Quantizer
 from lpq.registry.showing import brief
-
-if TYPE_CHECKING:
-    from lpq.formats.format import Quantizer
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 

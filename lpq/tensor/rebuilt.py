@@ -5,19 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lpq import registry
+from lpq.formats.format import Quantizer, Storage
 from lpq.formats.layout import Buffer
 from lpq.formats.sections import along, is_stack
 from lpq.registry.errors import LpqError
 from lpq.registry.showing import brief
-
-if TYPE_CHECKING:
-    from lpq.formats.format import Quantizer, Storage
 
 
 class DamagedTensor(LpqError, ValueError):
