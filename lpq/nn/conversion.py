@@ -222,14 +222,15 @@ def _connect_layers(model: nn.Module, accumulate: Accumulate | None, *, compares
 # ------------------------------------------------------------------------------ the report
 
 
-def conversions(model: nn.Module) -> dict[str, Conversion]:
-    """The record of the model, by its name; where several calls converted parts of it, the records of these parts."""
+def conversions(model: nn.Module, *, built: bool = False) -> dict[str, Conversion]:
+    """The record of the model, by its name; where several calls converted parts of it, the records of these parts.
+    ``built``: a model that has layers with a recipe need not have a record."""
     check_model(model)
     by_name: dict[str, Conversion] = {}
     for name, record in records(model):
         if not any(name.startswith(f"{part}." if part else "") for part in by_name):
             by_name[name] = record
-    if not by_name:
+    if not by_name and not (built and any(_built(model))):
         raise ValueError(
             "the model was not converted: call lpq.convert(model, …) first, or pass the whole that it is part of"
         )
@@ -255,17 +256,18 @@ def recorded(model: nn.Module) -> Iterator[tuple[str, nn.Module, Conversion]]:
 
 
 def report(model: nn.Module, *, full: bool = False) -> Report:
-    """Report the modules that ``convert`` converted, those that it left alone and why, and how weights travel now.
+    """Report the modules that ``convert`` converted, those that it left alone and why, and how weights travel now. A
+    layer that was built with a recipe, such as ``lpq.nn.Linear``, counts as converted.
 
     The text begins with how much of the model is converted. Once a pass has called some layers, those that it did not
     call are named, and count as not converted. Those that it called and whose weight another module has read besides
     are named, and count as converted.
 
     Args:
-        model: The converted model, or a part of it.
+        model: The model, or a part of it.
         full: Give each module a line of its own. Modules with equal lines share one otherwise.
     """
-    parts = conversions(model)
+    parts = conversions(model, built=True)
     modules = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
     idle = uncalled(model)
     past = read_past(model) - idle
@@ -302,6 +304,8 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
     prepared = [conversion.ranks for conversion in parts.values() if conversion.weights is not None]
     notes = weight_notes(model, prepared[0]) if prepared else ()
     converted = tuple(e for part, c in parts.items() for entry in named(part, c.report.converted) for e in now(entry))
+    inside = tuple(f"{entry.name}.".lstrip(".") for entry in converted)
+    converted += tuple(given(entry) for entry in _built(model) if not f"{entry.name}.".startswith(inside))
     return Report(
         converted=converted,
         left=tuple(
@@ -320,6 +324,13 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
         coverage=coverage(model, {e.name for e in converted if _is_converted(modules.get(e.name))} - idle),
         full=full,
     )
+
+
+def _built(model: nn.Module) -> Iterator[Entry]:
+    """The layers that were built with a recipe, and to which no conversion has given a schedule."""
+    for name, module in model.named_modules():
+        if isinstance(module, StatefulLayer) and module.schedule is None and module.recipe is not None:
+            yield Entry(plain_name(name), type(module).__name__, _title(module))
 
 
 def _recipes(module: nn.Module, note: str) -> str:
