@@ -89,15 +89,15 @@ class Layer(WeightedLayer):
         if isinstance(input, QuantizedTensor) and not hasattr(weight, "device_mesh"):
             traced, needs_dw = torch.compiler.is_compiling(), torch.is_grad_enabled() and weight.requires_grad
             encoded = input.encoded_as(plan.x) if isinstance(input, WithValue) and input.beside else input
-            by = EncodedBy.own(self, encoded) if plan.memories and not traced else None
-            given = None if traced or (plan.memories and by is None) else buffers_at_hand(plan, encoded, needs_dw)
+            by = EncodedBy.own(self, encoded) if "x" in plan.remembered and not traced else None
+            given = None if traced else buffers_at_hand(plan, encoded, needs_dw, by is not None)
             if given is None:
-                other = plan.memories or encoded.quantizer != plan.x or (needs_dw and encoded.stored[1] is None)
-                if isinstance(input, WithValue) and (not traced or other):
+                other = encoded.quantizer != plan.x or (needs_dw and encoded.stored[1] is None)
+                if isinstance(input, WithValue) and (not traced or other or "x" in plan.remembered):
                     return self.forward(input.expand(input.shape), within)  # the value, which autograd knows
                 check(self, input, weight)
                 given = *input_buffers(self.title, plan, input, needs_dw, by is not None), None
-            if by is not None and torch.is_grad_enabled():
+            if by is not None:
                 by.take(self)
         device = input.device.type
         if not input.is_meta and torch.is_autocast_enabled(device):

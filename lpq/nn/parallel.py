@@ -105,7 +105,8 @@ def multiply_parts(
     each pass. ``within``: as for ``Layer.forward``."""
     _compare_ranks(layer, input, weight, within is not None)
     grad, w, local, over = torch.is_grad_enabled(), weight.to_local(), local_part(input), None
-    if isinstance(local, WithValue) and local.quantizer is not plan.x and local.encoded_as(plan.x).quantizer != plan.x:
+    by = EncodedBy.over_ranks(layer, local) if isinstance(local, QuantizedTensor) else None
+    if isinstance(local, WithValue) and by is None:
         input = input.expand(input.shape)  # the value, which autograd knows
         local = local_part(input)
     needs, compiling = (grad and input.requires_grad, grad and weight.requires_grad), torch.compiler.is_compiling()
@@ -119,7 +120,7 @@ def multiply_parts(
                 None if bias is None else bias.requires_grad, dtype,
                 needs, layer.layouts, layer.model.accumulate, kernels_allowed(), type(local),
                 can_bypass_dispatcher(local), layer.passes.fresh, within,
-                None if type(local) in ORDINARY else EncodedBy.reduced_over(layer, local),
+                None if by is None else by.over,
             )  # fmt: skip
         except RuntimeError:  # it has no shape
             check_parallel(layer, input, weight)
@@ -129,7 +130,7 @@ def multiply_parts(
     if over is not None:
         x, found_by = _laid_out(over.mesh, input, over.source, over.target)
     else:
-        over, x, found_by = _mesh_pass(layer, plan, input, weight, w, bias, dtype, needs)
+        over, x, found_by = _mesh_pass(layer, plan, input, weight, w, bias, dtype, needs, by.over if by else None)
         if not compiling:
             passes[key] = over
     if within is not None and over.call.step is None:
@@ -157,15 +158,13 @@ def multiply_parts(
     if siblings is not None and shared is not None:
         call = call._replace(values=x.detach(), shared=shared, column=shared.column, inputs=siblings.inputs)
     if isinstance(x, QuantizedTensor):
-        by = EncodedBy.over_ranks(layer, x)
         if isinstance(x, WithValue) and x.beside:
             call = call._replace(values=x.encoded_as(plan.x))
         if by is None:
             call = call._replace(input=input_buffers(layer.title, plan, x, needs[1]))
         elif by.state:
             call = call._replace(encoded_by=by)
-            if torch.is_grad_enabled():
-                by.take(layer)
+            by.take(layer)
     if layer.passes.observers:
         call = call._replace(watch=watch(layer)._replace(parts=over.parts))
     own_bias = own if by_columns else None
@@ -224,20 +223,19 @@ def _laid_out(mesh: DeviceMesh, input: Tensor, source: Placement, target: Placem
 
 def _mesh_pass(
     layer: WeightedLayer, plan: Plan, input: Tensor, weight: DTensor, w: Tensor, bias: Tensor | None,
-    dtype: torch.dtype, needs: tuple[bool, bool],
+    dtype: torch.dtype, needs: tuple[bool, bool], encoded_over: tuple[str, Cut | None] | None,
 ) -> tuple[MeshPass, Tensor, Tensor]:  # fmt: skip
     """Decide how passes of this kind go; return this rank's part of the input and the tensor that siblings find as
-    well. The decision follows from sizes and placements, so all ranks decide alike."""
+    well. ``encoded_over``: as ``EncodedBy.over``. All ranks decide alike, by sizes and placements."""
     check_parallel(layer, input, weight)
-    mesh = weight.device_mesh
-    if not torch.compiler.is_compiling():
+    mesh, compiling = weight.device_mesh, torch.compiler.is_compiling()
+    if not compiling:
         layer.note_pass(traced=False)
         check_static(layer, layer.title)
     source: Placement = Replicate() if layer.layouts is None else layer.layouts.input
     source = input.placements[0] if isinstance(input, DTensor) else source
     group, rank, ranks = mesh.get_group().group_name, mesh.get_local_rank(), mesh.size()
     columns, encoded = weight.placements[0].is_shard(0), isinstance(local_part(input), QuantizedTensor)
-    encoded_over = EncodedBy.reduced_over(layer, local_part(input))
     size = layer.out_features if columns else layer.in_features
     cut, last = Cut(0 if columns else 1, rank, ranks, size // ranks), input.dim() - 1
     dx, dw = needs
@@ -289,7 +287,6 @@ def _mesh_pass(
             result[output.dim] //= ranks  # type: ignore[attr-defined]
     overlap = columns and sequence is not None and layer.layouts is not None and layer.layouts.overlap
     overlaps = overlap and sequence is not None and can_overlap(sequence, x)
-    compiling = torch.compiler.is_compiling()
     ordinary_part = x.buffers[0] if isinstance(x, QuantizedTensor) else x
     gathered = isinstance(w, QuantizedTensor)
     bypasses = can_bypass_dispatcher(ordinary_part) and (gathered or type(w) in ORDINARY)

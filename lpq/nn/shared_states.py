@@ -73,24 +73,19 @@ class EncodedBy:
 
     @classmethod
     def over_ranks(cls, layer: StatefulLayer, x: QuantizedTensor) -> EncodedBy | None:
-        """Return by what a producer encoded ``x`` for layers that ranks share out, among them this one."""
+        """Return by what a producer encoded ``x`` for layers that ranks share out, among them this one. Compiled code
+        cannot tell whose state it was."""
         for one in (x, *x.beside) if isinstance(x, WithValue) else (x,):
             by = one.encoded_by if not x.writes.count else None
             if isinstance(by, cls) and by.over is not None and layer in by.layers:
-                return by if not by.state or _has(layer, by.state) else None
+                return by if not by.state or (_has(layer, by.state) and not torch.compiler.is_compiling()) else None
         return None
 
-    @classmethod
-    def reduced_over(cls, layer: StatefulLayer, x: Tensor) -> tuple[str, Cut | None] | None:
-        """Return over which ranks the statistics were reduced by which a producer encoded ``x`` for the layer; None if
-        none did."""
-        by = cls.over_ranks(layer, x) if isinstance(x, QuantizedTensor) else None
-        return None if by is None else by.over
-
     def take(self, layer: StatefulLayer) -> None:
-        """Note that this layer has got the input in a pass that may have a backward. The layer itself has none where it
+        """Note that this layer has got the input, if the pass may have a backward. The layer itself has none where it
         is frozen and the input needs no gradient: then others move the state."""
-        self._receivers.add(id(layer))
+        if torch.is_grad_enabled():
+            self._receivers.add(id(layer))
 
     def move(self, quantizer: Quantizer, measured: Sequence[Tensor], col: bool) -> bool:
         """Have the state remember the input, unless another layer's backward has. Return whether the layer is to do so,

@@ -23,7 +23,9 @@ from lpq.operations.norms import NormKind
 
 ROWS, IN, OUT = (2, 32), 64, 96
 MIXED = "fprop=mxfp8, dgrad=nvfp4, wgrad=fp8"
-RECIPES = ("fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4", MIXED)
+OF_WEIGHTS = "x=mxfp8, w=fp8(scaling=delayed), dy=mxfp8"
+"""It remembers nothing of inputs."""
+RECIPES = ("fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "nvfp4", MIXED, OF_WEIGHTS)
 NORMS = {"rms": (nn.RMSNorm, lpq.nn.RMSNorm), "layer": (nn.LayerNorm, lpq.nn.LayerNorm)}
 
 
