@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from lpq.nn.extended import Extension, class_before, extend, restore
 from lpq.nn.linear import Layer
-from lpq.nn.norms import EncodingNorm, Place
+from lpq.nn.norm_groups import Place
+from lpq.nn.norms import EncodingNorm
 from lpq.nn.stand_ins import Read, Trial
 from lpq.operations.norms import NormKind
 from lpq.operations.operators import ORDINARY

@@ -16,7 +16,7 @@ from lpq.nn.adopted_norms import norm_of
 from lpq.nn.extended import class_before
 from lpq.nn.grouped_linear import GroupedLayer
 from lpq.nn.linear import Layer
-from lpq.nn.norms import Place
+from lpq.nn.norm_groups import Place
 from lpq.nn.shared_states import why_states_differ
 from lpq.nn.stand_ins import Trial, aside
 from lpq.torch_private.pytree import tree_leaves

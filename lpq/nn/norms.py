@@ -1,13 +1,13 @@
 """Norms that hand the next layers encoded operands: the input of q, k and v, or of gate and up, is encoded once, by the
 norm.
 
-The layers to which a norm hands its output are its ``consumers``. The norm returns a quantized tensor, encoded as
-their recipes encode it. Layers that encode an input alike are a group, which has one encoding: what rows have in common
-is found once, and the output is computed and encoded once for each group. Other code that takes the output gets it in
-high precision, from the same run, and so does a layer that makes of each input an encoding of its own. Results and
-gradients equal the results of the norm and the layers apart to the bit, with two exceptions: kernels on a GPU add in an
-order of their own, and in fp32 autograd gets the gradient of the input in one piece. Where a hook or an observer looks
-at the input of a layer, the norm computes as its class does, and ``why_not`` says why.
+The layers to which a norm hands its output are its ``consumers``. The norm returns a quantized tensor, encoded as their
+recipes encode it. Layers that encode an input alike are a group, which has one encoding: what rows have in common is
+found once, and the output is computed and encoded once for each group. Other code that takes the output gets it in high
+precision, from the same run, and so does a layer that encodes each input by itself. Results and gradients equal the
+results of the norm and the layers apart to the bit, with two exceptions: kernels on a GPU add in an order of their own,
+and in fp32 autograd gets the gradient of the input in one piece. Where a hook or an observer looks at the input of a
+layer, the norm computes as its class does, and ``why_not`` says why.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lpq import registry
 from lpq.kernels.table import kernels_allowed
 from lpq.nn.linear import Layer
+from lpq.nn.norm_groups import ConsumerGroup, Place, encode_alone, groups_of
 from lpq.nn.plan import Plan
 from lpq.nn.recomputed_norms import ColumnOfNorm, column_encoder, inputs_of_column, value_of
 from lpq.nn.shared_states import EncodedBy, local_state, shared_state
@@ -35,24 +36,21 @@ from lpq.operations.norms import NormKind, norm_source
 from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
 from lpq.operations.part_encoders import bind_part
 from lpq.operations.produced_tiles import Produced, aligned
-from lpq.operations.producer import Output, Producer, bind_producer, why_apart
-from lpq.tensor import QuantizedTensor
+from lpq.operations.producer import Output, Producer, bind_producer, kernels_of, why_apart
 from lpq.tensor.with_value import WithValue
 from lpq.torch_private.dispatch import autocasts
 from lpq.torch_private.hooks import hooks_before, hooks_behind, may_see_input, others_hang
+from lpq.torch_private.operators import unsafe_view
 from lpq.torch_private.tensors import local_part, version_of
 
 if TYPE_CHECKING:
     from lpq.nn.parallel_norms import DividedNorm
 
 Encode = Callable[
-    [Tensor, Tensor | None, Sequence[Tensor], Sequence[Sequence[Layer]]],
-    tuple[QuantizedTensor, Tensor, Sequence[Tensor]],
+    [Tensor, Tensor | None, Sequence[Tensor], Sequence[Sequence[Layer]]], tuple[Tensor, Tensor, Sequence[Tensor]]
 ]
-"""``encode(x, residual, (weight, bias), layers)``: the output of a norm, encoded for the layers of each group, its
-input, which is ``x`` or the sum of both, and what a kernel found of the rows."""
-Place = tuple[nn.Module, str]
-"""A module, and the name of its child."""
+"""``encode(x, residual, (weight, bias), layers)``: the output of a norm, encoded for the layers of each group, if there
+is one, its input, which is ``x`` or the sum of both, and what a kernel found of the rows."""
 MOST_CALLS = 8
 """The number of bound calls that a norm keeps, one for each kind of pass."""
 NO_CONSUMERS = "it knows no layer that takes its output"
@@ -151,7 +149,9 @@ class EncodingNorm(nn.Module):
     @property
     def groups(self) -> list[ConsumerGroup]:
         """The layers that take its output encoded, by what they take."""
-        return groups_of([layer.passes.plan for layer in self.consumers], [True] * len(self.consumers))
+        alone = encode_alone(self.places, self.consumers)
+        plans = [None if layer in alone else layer.passes.plan for layer in self.consumers]
+        return groups_of(plans, [True] * len(plans))
 
     @property
     def why_unfit(self) -> str | None:
@@ -178,6 +178,7 @@ class EncodingNorm(nn.Module):
             hooked = (hooks_before(module) or hooks_behind(module)) and self not in module._modules.values()
             if hooked and may_see_input(module):
                 return _Call(HOOKED)
+        alone = encode_alone(self.places, self.consumers) if self.places else ()
         for layer in self.consumers:
             weight = layer._parameters.get("weight")
             if layer.layouts is not None or (hasattr(weight, "device_mesh") and layer not in gathered):
@@ -188,7 +189,9 @@ class EncodingNorm(nn.Module):
             if layer.passes.observers:
                 return _Call(f"{layer.title} has an observer, which is told of its input")
             trained.append(weight is None or weight.requires_grad)
-            plans.append(layer.passes.plan)
+            if layer in alone:
+                layer.own_buffers()  # here, as compiled code would do so in a graph of its own
+            plans.append(None if layer in alone else layer.passes.plan)
         if own is None or (type(own) not in ORDINARY and self not in gathered and not shared):
             return _Call(NO_WEIGHT)
         if not torch.is_grad_enabled():
@@ -213,12 +216,12 @@ class EncodingNorm(nn.Module):
         ``shared``: ranks share out layers."""
         groups, unfit = groups_of(plans, trained), self._why_unfit(x)
         why_not = unfit or (None if groups else self._why_no_group(plans))
-        if why_not is not None:
+        if unfit is not None or (not groups and (shared or not encode_alone(self.places, self.consumers))):
             return _Call(why_not, tuple(plans), of_input=unfit is not None)
         biased, taken = self._parameters.get("bias") is not None, [i for group in groups for i in group.at]
         others = self.serves_others or len(taken) < len(plans)
         if not shared:
-            return _Call(None, tuple(plans), bind_norm(self.norm, groups, x, biased, others, adds))
+            return _Call(why_not, tuple(plans), bind_norm(self.norm, groups, x, biased, others, adds))
         from lpq.nn.parallel_norms import over_ranks  # which imports torch.distributed
 
         layers = [self.consumers[i] for i in taken]
@@ -231,6 +234,8 @@ class EncodingNorm(nn.Module):
 
     def _why_no_group(self, plans: Sequence[Plan | None]) -> str:
         """Why no layer with these plans takes an encoded input."""
+        for layer in encode_alone(self.places, self.consumers):
+            return f"{layer.title} is compiled and remembers statistics of inputs, and so encodes each by itself"
         for layer, plan in zip(self.consumers, plans, strict=True):
             if plan is not None:
                 return f"{layer.title} makes of each input an encoding of its own, or none, with x={plan.x}"
@@ -270,40 +275,12 @@ class _Call(NamedTuple):
     """A pass of one kind."""
 
     why_not: str | None
+    """Why it does not encode. It may compute the output all the same: then ``bound`` is there, too."""
     plans: tuple[Plan | None, ...] = ()
     """The plans of the layers, kept as they are known by their addresses."""
     bound: BoundNorm | None = None
     of_input: bool = False
     """Whether ``why_not`` is about the input or what is around the pass."""
-
-
-class ConsumerGroup(NamedTuple):
-    """The layers behind a norm that take its output in one encoding."""
-
-    plan: Plan
-    """The plan of the first of them."""
-    at: tuple[int, ...]
-    """Their places among the consumers of the norm."""
-    col: bool
-    """Whether backward needs the column operand."""
-    later: bool = False
-    """Whether backward makes it, as all that need it have ``x.save=input``."""
-
-
-def groups_of(plans: Sequence[Plan | None], trained: Sequence[bool]) -> list[ConsumerGroup]:
-    """The groups of layers with these plans. The others take the output in high precision: they have no recipe, or make
-    of each input an encoding of their own. ``trained``: for each layer whether backward needs the gradient of its
-    weight."""
-    by_text: dict[str, list[tuple[int, Plan]]] = {}
-    for i, plan in enumerate(plans):
-        if plan is not None and (plan.shares or ("x" in plan.moving and not plan.draws_for_x)):
-            by_text.setdefault(plan.x.text, []).append((i, plan))
-    groups = []
-    for members in by_text.values():
-        keeps, plan = [of.keeps_input for i, of in members if trained[i]], members[0][1]
-        later = bool(keeps) and all(keeps) and "x" not in plan.remembered
-        groups.append(ConsumerGroup(plan, tuple(i for i, _ in members), bool(keeps), later))
-    return groups
 
 
 class BoundNorm(NamedTuple):
@@ -321,7 +298,7 @@ class BoundNorm(NamedTuple):
 
 
 class EncodedNorm(torch.autograd.Function):
-    """A norm whose output is encoded. It keeps its input, and what a kernel found of the rows.
+    """A norm that encodes its output, if a layer takes it so. It keeps its input, and what a kernel found of the rows.
 
     With a residual its input is the sum of both. Where it returns the sum, backward adds the gradients that come by the
     sum and by the output."""
@@ -389,8 +366,8 @@ def bind_norm(
     """Bind a norm of inputs like this one, encoded as inputs of the layers of these groups; ``others``: with the output
     itself, for others; ``adds``: of sums with a residual; ``over``: how ranks have it.
 
-    A kernel computes and encodes the output for one group after the other. An encoder follows the first of these runs
-    for a format that no such kernel encodes, and where there is no kernel at all, the operations of the module."""
+    A kernel computes and encodes the output for one group after the other, or computes it for none. An encoder follows
+    the first run for a format that no such kernel encodes, and where there is no kernel at all, torch's operations."""
     shape, dtype, device = like.shape, like.dtype, like.device
     cols = shape[-1]
     matrix = like.numel() // cols if cols else 0, cols
@@ -416,8 +393,10 @@ def bind_norm(
         gives = not encodings and (others or bool(apart))
         encodings.append((group, _produced(bind_producer(source, [output._replace(value=gives)], ranks))))
     encodings += apart
-    find = add = gradients = None
-    if produced:
+    find = add = gradients = compute = None
+    if not groups and not isinstance(alone := kernels_of(source, matrix, dtype, device), str):
+        compute = alone.bind(source, matrix, dtype, device, [None], [True])
+    if produced or compute is not None:
         kernels = norm_kernels_of(norm, matrix, dtype, device)
         assert not isinstance(kernels, str)
         gradients = kernels.bind_gradients(norm, matrix, dtype, device)
@@ -432,7 +411,7 @@ def bind_norm(
 
     def encode(
         x: Tensor, residual: Tensor | None, columns: Sequence[Tensor], layers: Sequence[Sequence[Layer]]
-    ) -> tuple[QuantizedTensor, Tensor, Sequence[Tensor]]:
+    ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         rows: Sequence[Tensor] = ()
         value: Tensor | None = None
         if add is not None:
@@ -444,6 +423,8 @@ def bind_norm(
         else:
             x = x if residual is None else x + residual
             value = norm.compute(x, *columns)
+        if compute is not None:
+            ((*_, value),) = compute((x, *rows, *columns), (None,), (None,))
         made: list[Any] = []
         kept: Sequence[Tensor] = ()
         if makes_later:
@@ -466,6 +447,9 @@ def bind_norm(
             if state is not None or named is not None:
                 encoded.encoded_by = EncodedBy(own, shared or {}, measured, group.col, named)
             made.append(encoded)
+        if not made:
+            assert value is not None
+            return unsafe_view(value, shape), x, rows  # no view to autograd: others may write to it
         first, *beside = made
         if others and value is not None:
             first.source = value.view(shape)

@@ -38,6 +38,8 @@ def shared_state(layers: Sequence[StatefulLayer]) -> State | None:
     A producer calls it in each pass. The values are compared, and a GPU waited for, where the layers do not share them
     yet."""
     first = layers[0]
+    if first.passes.borrowed:  # of a layer that encodes its input itself by now
+        first.own_buffers()
     state = {m.key: getattr(first, m.name) for m in first.state_buffers() if m.tensor == "x"}
     for layer in layers[1:]:
         if not _has(layer, state):

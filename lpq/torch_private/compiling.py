@@ -43,6 +43,8 @@ def compiled_from(module: nn.Module) -> nn.Module | None:
     return cast("nn.Module | None", getattr(module, "_orig_mod", None))
 
 
+COMPILED_CALL = "_compiled_call_impl"
+"""The attribute that a module has after ``module.compile()``: it runs in place of the module's own call."""
 CALLBACKS = "torch._dynamo.callback"
 """The module whose ``callback_handler.start_callbacks`` are called before torch compiles. Its import takes a second."""
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import lpq
 from lpq.core import QuantizedTensor
-from lpq.nn.norms import bind_norm, groups_of
+from lpq.nn.norm_groups import groups_of
+from lpq.nn.norms import bind_norm
 from lpq.operations import norm_kernels, norm_programs
 from lpq.operations.norm_choice import NormKernels, norm_kernels_of
 from lpq.operations.norms import NormKind, norm_source
@@ -272,6 +273,26 @@ def test_the_value_beside_the_operands(recipe: str) -> None:
 
 def bits(t: Tensor) -> Tensor:
     return t.view(torch.int32 if t.dtype is torch.float32 else torch.int16)
+
+
+@FAMILIES
+@pytest.mark.parametrize("norm", [*RMS, LAYER], ids=["rms", "rounds", "offset", "layer"])
+@pytest.mark.parametrize("adds", [False, True], ids=["alone", "adds"])
+def test_the_output_for_no_group_is_the_value_beside_an_encoding(norm: NormKind, adds: bool) -> None:
+    torch.manual_seed(2)
+    x, residual = (torch.randn(*ROWS, IN, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.rand(IN, device="cuda").to(torch.bfloat16)
+    plan = lpq.convert(nn.Sequential(nn.Linear(8, 8)), "mxfp8")[0].passes.plan
+    found = []
+    for groups in ([], groups_of([plan], [True])):
+        bound = bind_norm(norm, groups, x, False, others=True, adds=adds)
+        assert (bound.gradients is None) == norm.centers
+        y, total, rows = bound.encode(x, residual if adds else None, (weight,), [()] * len(groups))
+        assert isinstance(y, WithValue) == bool(groups)
+        found.append([y.value if isinstance(y, WithValue) else y, total, *rows])
+    assert found[0][0].shape == x.shape
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(bits(a), bits(b))
 
 
 @pytest.mark.parametrize("norm", [RMS[0], LAYER], ids=["rms", "layer"])

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import lpq
 from lpq.train import data, loop
 from lpq.train.config import TrainConfig
 from lpq.train.machine import fixed_sums
@@ -54,6 +56,58 @@ def test_recipes_that_change_are_recorded_anew() -> None:
     graph = trainer._run._graph
     trainer.advance()
     assert trainer._run._graph is not graph
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(256, 256, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.q(x) * self.k(x) + self.v(x).sigmoid()
+        return y
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.part = nn.RMSNorm(256), Part()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.part(self.norm(x))
+        return y
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed"])
+def test_a_compiled_part_behind_a_fused_norm_is_recorded(recipe: str) -> None:
+    """Nothing in a step waits for the host."""
+    x, dy = (torch.randn(128, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    found = []
+    for record in (False, True):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        block = lpq.convert(Block().to("cuda", torch.bfloat16), recipe, fuse=True)
+        block.part.compile(fullgraph=True)
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                block.zero_grad()
+                block(x).backward(dy)
+            block.zero_grad()
+            if not record:
+                y = block(x)
+                y.backward(dy)
+        torch.cuda.current_stream().wait_stream(stream)
+        if record:
+            with torch.cuda.graph(graph, stream=stream):
+                y = block(x)
+                y.backward(dy)
+            graph.replay()
+        grads = [p.grad for p in block.parameters()]
+        found.append([t.clone() for t in (y.detach(), *grads, *block.state_dict().values()) if t is not None])
+    assert len(found[0]) == len(found[1])
+    assert all(map(torch.equal, *found))
 
 
 def test_a_compiled_training_is_recorded_too() -> None:

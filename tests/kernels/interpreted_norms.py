@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 import lpq
 from lpq.kernels.triton import norms
-from lpq.nn.norms import bind_norm, groups_of
+from lpq.nn.norm_groups import groups_of
+from lpq.nn.norms import bind_norm
 from lpq.operations import norm_programs, produced_programs
 from lpq.operations.norm_programs import bind_gradients, bind_rows, bind_sum_rows
 from lpq.operations.norms import NormKind, norm_source
@@ -229,6 +230,12 @@ def test_a_norm_of_a_sum_by_its_kernels(
     expect_bytes(made.buffers, whole.buffers, text)
     assert torch.equal(made.value, expected.view(x.shape))  # type: ignore[attr-defined]
     assert (bound.gradients is None) == norm.centers
+    alone = bind_norm(norm, [], x, biased, others=True, adds=True)  # for layers that encode it by themselves
+    assert (alone.gradients is None) == norm.centers
+    y, *others = alone.encode(x, residual, (*columns,), [])
+    assert type(y) is Tensor
+    for a, b in zip((y, others[0], *others[1]), (made.value, total, *rows), strict=True):  # type: ignore[attr-defined]
+        assert torch.equal(a, b)
 
 
 MADE_OF_ROW = "x=hybrid(row=mxfp8, col=fp8, col_source=row), w=mxfp8, dy=fp8"

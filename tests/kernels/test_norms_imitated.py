@@ -28,6 +28,20 @@ def test_elements_and_operands(norm: NormKind, biased: bool) -> None:
     check(norm_source(norm, biased), ["hybrid(row=mxfp8, col=fp8)"], (37, 136), torch.bfloat16)
 
 
+@pytest.mark.parametrize(("norm", "biased"), [(RMS[0], False), (LAYER, True)], ids=["rms", "layer"])
+def test_elements_that_nothing_encodes(norm: NormKind, biased: bool, launched: list[str]) -> None:
+    source, shape, dtype = norm_source(norm, biased), (37, 136), torch.bfloat16
+    torch.manual_seed(0)
+    x, *columns = numbers(*shape, dtype=dtype), *torch.rand(1 + biased, 136).to(dtype)
+    inputs = [x, *norm.rows(x), *columns]
+    run = produced_tiles.bind(source, shape, dtype, CPU, [None], [True])
+    with Poisoned():
+        ((row, col, stats, value),) = run(inputs, [None], [None])
+    assert not any((*row, *col, *stats))
+    torch.testing.assert_close(value, source.compute(*inputs)[0], rtol=2**-6, atol=1e-6, equal_nan=True)
+    assert launched == ["produce"]
+
+
 @pytest.mark.parametrize(("norm", "biased"), [(RMS[1], False), (LAYER, True)], ids=["rms", "layer"])
 @pytest.mark.parametrize("text", ["hybrid(row=mxfp8, col=fp8)", "nvfp4", "fp8(scaling=row)", "fp8(scaling=block)"])
 def test_elements_in_fp32(norm: NormKind, biased: bool, text: str) -> None:

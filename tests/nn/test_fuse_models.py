@@ -14,7 +14,6 @@ from support.comparing import equal, equal_states
 from test_fuse_families import model as of_family
 from test_fuse_families import step, transformers
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import lpq
@@ -66,42 +65,6 @@ def test_layers_with_delayed_scaling_behind_norms_share_histories(tmp_path: Any)
     lpq.unfuse(net)
     assert equal(step(net), step(plain))
     assert equal_states(net.state_dict(), plain.state_dict())
-
-
-def test_compiled_whole(fused_passes: list[int]) -> None:
-    """A decoder layer, with its norms."""
-    net = lpq.fuse(model())
-    layer = net.model.layers[0]
-    x, one = torch.randn(2, 8, 64).bfloat16(), torch.ones(1, 8, 32).bfloat16()
-    with torch.no_grad():
-        expected = layer(x, position_embeddings=(one, one))
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    assert "compiled code" not in str(lpq.report(net))
-    assert torch.equal(compiled(x, position_embeddings=(one, one)), expected)
-    assert len(fused_passes) == 1
-    assert all(("; compiled code" in entry.note) == (".0." in entry.name) for entry in lpq.report(net).fused)
-
-
-@pytest.mark.starts
-@pytest.mark.parametrize(("recipe", "encodings"), [("fp8-current", 5), ("mxfp8", 5), ("fp8-delayed", 8)])
-def test_attention_alone_is_compiled(recipe: str, encodings: int, fused_passes: list[int], added: list[bool]) -> None:
-    """It takes what the norm before it has encoded, and encodes four weights and one input; layers that remember
-    statistics encode their own inputs."""
-    counts: list[int] = []
-
-    def forward(graph: Any, _: Any) -> Any:
-        counts.append(sum(node.target is torch.ops.lpq.quantize.default for node in graph.graph.nodes))
-        return graph.forward
-
-    net = lpq.fuse(model(recipe=recipe))
-    for layer in net.model.layers:
-        layer.self_attn.compile(
-            fullgraph=True, backend=aot_autograd(fw_compiler=forward, bw_compiler=lambda graph, _: graph.forward)
-        )
-    assert equal(step(net), step(model(recipe=recipe)))
-    assert counts == [encodings] * 2
-    assert len(fused_passes) == 2
-    assert added == [False, True] * 2
 
 
 def test_adapters(fused_passes: list[int]) -> None:

@@ -349,6 +349,9 @@ def test_exporting_is_told_from_compiling() -> None:
     assert found == [False, True]
     assert compiling.compiled_from(compiled) is module
     assert compiling.compiled_from(module) is None
+    assert compiling.COMPILED_CALL not in vars(module)
+    module.compile(backend="eager")
+    assert compiling.COMPILED_CALL in vars(module)
 
 
 def test_a_function_is_called_once_when_it_is_traced() -> None:
