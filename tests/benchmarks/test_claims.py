@@ -120,6 +120,10 @@ def test_the_memory_of_fused_blocks_with_the_loss_of_liger(results: dict[str, di
     assert said("docs/fused.md", sentence) == of_bf16
     sentence = "beside bf16 with all of Liger's kernels fused blocks take # and # of the memory"
     assert said("docs/fused.md", sentence) == of_liger
+    option = "fprop=fp8-current, dgrad=fp8-current, wgrad=fp8-current, x.save=input, w.save=weight"
+    saved = ratio(results["llama-h200-liger"], "peak_bytes", f"lpq {option}, fused", "Liger bf16, its norms and SwiGLU")
+    sentence = "this option for all layers: it takes # of the memory of bf16 with all of Liger's kernels"
+    assert said("docs/fused.md", sentence) == (saved,)
 
 
 def test_several_gpus(results: dict[str, dict[str, Any]]) -> None:
