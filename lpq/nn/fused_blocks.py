@@ -7,7 +7,8 @@ and returns what the last returns, or a dropout of it, ``mlp`` may stand for it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from inspect import signature
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ LATER = "backward makes the column operand for {} anew"
 KEPT = "x.save=input has no effect for {}, as {}"
 ONE_KERNEL = "one kernel computes its activation; gate and up are one layer, and operands are encoded as before"
 OTHER = "its forward is neither down(act(gate(x)) * up(x)) nor down(act(up(x))) alone, with a SiLU, GELU or ReLU"
+RAISES = "it does not run on a few rows by itself, which would show what it computes: it raises {}"
 HOOKED = "hooks are called with its activation"
 SIZES = "in_features", "out_features"
 """The attributes of a linear layer."""
@@ -189,17 +191,18 @@ def find_parts(module: nn.Module) -> BlockParts | str | None:
     orders = [names for names in permutations(own) if _fit(*(children[name] for name in names))]
     if orders and "forward" in vars(module):
         return REPLACED
-    something_else = False
+    reasons = []
     for *before, down in orders:
         result = _activation(module, before, down)
-        something_else |= result is OTHER
-        if isinstance(result, tuple):
+        if isinstance(result, str):
+            reasons.append(result)
+        elif result is not None:
             if any(has_hooks(m) for name, m in children.items() if name not in (*own, result[1])):
                 return HOOKED
             activation, behind, reads = result
             halves = _makes_halves([children[name] for name in before], children[down])
             return BlockParts((*before,), down, activation, behind, halves, dict(module._modules), reads)  # type: ignore[arg-type]
-    return OTHER if something_else else None
+    return OTHER if OTHER in reasons else next(iter(reasons), None)
 
 
 def _fit(*layers: Any) -> bool:
@@ -330,8 +333,8 @@ def _activation(
     module: nn.Module, before: Sequence[str], down: str
 ) -> tuple[str, str | None, tuple[Read, ...]] | str | None:
     """The activation with which the forward of a block is ``mlp``, the name of the dropout behind, and the attributes
-    by which the forward decided; ``OTHER`` if its forward is something else; None if it does not run on rows alone, as
-    of attention or a list of layers."""
+    by which the forward decided; the reason why it is not ``mlp``, or does not run on a few rows; None if it does not
+    run, and nothing says that it is an MLP, as of attention or a list of layers."""
     with aside():
         x, y, dropped, *outputs = numbers(len(before) + 3)
         if _makes_halves([module._modules[name] for name in before], module._modules[down]):
@@ -344,8 +347,9 @@ def _activation(
             like = trial.copy(module, lambda parent, name, _: stand_ins.get(name) if parent is module else None)
             with trial:
                 out = class_before(module).forward(like, x)
-        except Exception:  # other code's, which may raise anything on such an input
-            return None
+        except Exception as error:  # other code's, which may raise anything on such an input
+            begun = _begins_mlp(module, before, down, layers, x)
+            return RAISES.format(type(error).__name__) if begun else None
         if trial.shows_little() or not all(map(torch.equal, tensors, outputs)):
             return OTHER
         behind = next((name for name, stand_in in dropouts.items() if stand_in.inputs), None)
@@ -358,6 +362,20 @@ def _activation(
             return OTHER
         activation = _named(calls[len(before)][0], trial, tensors)
         return OTHER if activation is None else (activation, behind, trial.of(module))
+
+
+def _begins_mlp(module: nn.Module, before: Sequence[str], down: str, layers: Mapping[str, StandIn], x: Tensor) -> bool:
+    """Whether a forward that raised begins as an MLP does: its first layers were called with its input, and the last
+    was not. If it called no layer, a forward of one argument counts whose layers have sizes of an MLP alone: attention
+    takes more, or the layers of q, k and v are alike, and a list of layers has no forward."""
+    inputs = {name: layer.inputs for name, layer in layers.items()}
+    if any(inputs.values()):
+        return all(len(inputs[name]) == 1 and inputs[name][0] is x for name in before) and not inputs[down]
+    parameters = signature(class_before(module).forward).parameters.values()
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    last: Any = module._modules[down]
+    widens = last.in_features != last.out_features
+    return len(needed) == 2 and widens and not _makes_halves([module._modules[name] for name in before], last)
 
 
 def _gate(experts: FusedExperts) -> Gate | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.comparing import equal_states
 from support.small_models import LlamaMlp, Normed
 from torch import Tensor, nn
@@ -95,6 +96,48 @@ def test_a_norm_before_layers_with_different_histories_stays_apart_until_they_ar
 def test_what_is_no_feed_forward_block_is_not_named(other: nn.Module) -> None:
     report = lpq.report(lpq.convert(nn.Sequential(other, LlamaMlp()), "mxfp8", fuse=True))
     assert [entry.name for entry in (*report.fused, *report.apart)] == ["1"]
+
+
+class AsksForDtype(LlamaMlp):
+    """As T5's: it reads a weight of its last layer, or of the first one before it calls any."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            x = x.to(self.up_proj.weight.dtype)
+        y: Tensor = self.down_proj((F.silu(self.gate_proj(x)) * self.up_proj(x)).to(self.down_proj.weight.dtype))
+        return y
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_block_that_raises_is_named(first: bool) -> None:
+    net = lpq.convert(nn.Sequential(AsksForDtype(first)), "mxfp8", fuse=True)
+    assert apart(net) == {
+        "0": "it does not run on a few rows by itself, which would show what it computes: it raises AttributeError"
+    }
+
+
+class Scores(nn.Module):
+    """Attention of one argument, with layers that are alike; it has heads of another size than a trial's rows."""
+
+    def __init__(self, together: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, 64) for _ in range(3))
+        self.together = together
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.together:
+            q, k, v = self.q(x), self.k(x), self.v(x)
+            return F.scaled_dot_product_attention(*(t.unflatten(1, (3, -1)) for t in (q, k, v)))
+        return self.q(x).unflatten(1, (3, -1)) @ self.k(x).mT @ self.v(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_attention_that_raises_is_not_named(together: bool) -> None:
+    assert not apart(lpq.convert(nn.Sequential(Scores(together)), "mxfp8", fuse=True))
 
 
 def test_a_model_of_which_nothing_is_converted_is_not_fused() -> None:
