@@ -49,6 +49,7 @@ SIZES = "in_features", "out_features"
 TOKENS = 2**14
 """Tokens of a sequence, of which each rank has whole blocks, as far as that can be."""
 REPLACED = "its forward was replaced on the object"
+REPLACED_SINCE = f"{REPLACED} since, and may compute something else: call lpq.fuse again without that"
 SINCE = "lpq.fuse has not looked at it as it is now: call lpq.fuse again"
 COMPILED = "; compiled code computes it as before, and the compiler fuses it in its own way"
 """The end of a note."""
@@ -230,6 +231,8 @@ def notes(model: nn.Module) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
             note = ONE_KERNEL if isinstance(module, FusedExperts) else _runs(module, name)
             later = [] if isinstance(module, FusedExperts) else _made_later(module, name)
             note = "; ".join(filter(None, (note, *later, sums.get(id(module)))))
+        if reason is None and "forward" in vars(module):
+            reason = REPLACED_SINCE
         note += COMPILED * any(layer.passes.traced for layer in _converted(module))
         (fused if reason is None else apart).append(Entry(name, kind, reason or note))
     return tuple(fused), tuple(apart)

@@ -348,6 +348,19 @@ def test_a_forward_on_the_object() -> None:
     assert "its forward was replaced on the object" in str(lpq.report(net))
 
 
+@pytest.mark.parametrize("name", ["mlp", "post_attention_layernorm"])
+def test_a_forward_that_is_set_on_the_object_later(name: str) -> None:
+    net = lpq.fuse(model())
+    module, fused = net.model.layers[0].get_submodule(name), lpq.report(net).fused
+    module.forward = lambda x: 2 * x
+    report = lpq.report(net)
+    assert f"model.layers.0.{name}" not in [entry.name for entry in report.fused]
+    (note,) = (entry.note for entry in report.apart if entry.name == f"model.layers.0.{name}")
+    assert note.startswith("its forward was replaced on the object since")
+    del module.forward
+    assert lpq.report(net).fused == fused
+
+
 class Block(nn.Module):
     """A block of somebody's own, which does a little more."""
 
