@@ -27,6 +27,7 @@ ELSE = "something other than layers of lpq takes its output"
 UNCALLED = "its block computes without calling it, as by a kernel that is given its weight"
 MORE = "its block calls it with more than its input, as with a gate, and only a norm of its input alone is encoded"
 AGAIN = "it runs twice in its block, or a layer that takes its output does, or its output is written to"
+REPLACED = "the forward of its block was replaced on the object: call lpq.fuse again without that"
 DESCRIBE = ("__get__", "size", "dim", "numel")
 """The names of functions that read no element: attributes of a tensor, and methods."""
 MOVE = "; if it has kernels for a GPU alone, call lpq.fuse again once the model is there"
@@ -45,14 +46,14 @@ def followers(block: nn.Module) -> dict[str, Followers | str]:
     """For each norm of a block itself, by its name, the layers that take its output; or why its output is not to be
     encoded. A block that holds others, or embeds tokens, has none."""
     inside = [m for m in block.modules() if m is not block]
-    if "forward" in vars(block) or any(isinstance(m, nn.Embedding | nn.ModuleList) for m in inside):
+    if any(isinstance(m, nn.Embedding | nn.ModuleList) for m in inside):
         return {}
     widths = {m.in_features for m in inside if isinstance(m, Layer) and not isinstance(m, GroupedLayer)}
     children = [(name, m, m._parameters.get("weight")) for name, m in block.named_children()] if widths else []
     norms = {name: m for name, m, w in children if w is not None and w.shape[-1:] and w.shape[-1] in widths}
     norms = {name: m for name, m in norms.items() if norm_of(m) is not None}
-    if not norms:
-        return {}
+    if not norms or "forward" in vars(block):
+        return dict.fromkeys(norms, REPLACED)
     with aside():
         inputs = _inputs(block, next(iter(norms.values())))
     for x, beside in inputs:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lpq.nn.extended import Extension, class_before, extend, restore
+from lpq.nn.followed_norms import REPLACED
 from lpq.nn.norms import EncodingNorm
 from lpq.nn.stand_ins import Read, Trial, aside, changed, numbers
 from lpq.operations.norm_kernels import gradient_threads
@@ -25,7 +26,7 @@ MOST_CALLS = 16
 OTHER = "the forward of its block is not x + f(norm(x)), once or several times, and nothing else"
 FAILS = "its block does not run with stand-ins for its parts"
 ASKS = "its block asks it for the sum"
-HOOKED = "a backward hook is called with it"
+HOOKED = "a hook is called with it"
 SINCE = "lpq.fuse has not looked at its block as it is now: call lpq.fuse again"
 CALLED = "in the calls so far, its block computes something else, or an argument decides what"
 
@@ -135,7 +136,7 @@ def extend_residual(layer: nn.Module) -> None:
             layer.lpq_calls.clear()
             return
         release_residual(layer)
-    if isinstance(layer, Extension) or not _norms(layer):
+    if isinstance(layer, Extension) or "forward" in vars(layer) or not _norms(layer):
         return
     several = _several_or_why(layer)
     if isinstance(several, tuple):
@@ -177,6 +178,8 @@ def _who_adds_at(layer: nn.Module, norm: EncodingNorm) -> str:
 
 def _why_apart(layer: nn.Module, norm: EncodingNorm) -> str | None:
     """Why a norm of a layer does not add; None if it does."""
+    if "forward" in vars(layer):
+        return REPLACED
     if not _adds(norm):
         return HOOKED
     if isinstance(layer, ResidualLayer):
@@ -193,8 +196,6 @@ def _norms(layer: nn.Module) -> list[EncodingNorm]:
 
 def _several_or_why(layer: nn.Module) -> tuple[str, ...] | str:
     """The children of a layer that return several values, if it computes sums of branches; or why it does not."""
-    if "forward" in vars(layer):
-        return OTHER
     why = FAILS
     for several in chain.from_iterable(combinations(_branches(layer), count) for count in range(3)):
         course, _ = _tried(layer, several, [None], {})

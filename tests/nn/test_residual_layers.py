@@ -89,6 +89,32 @@ def test_a_hook_of_a_norm_gets_what_it_got(hook: str, added: list[bool]) -> None
     assert added == [False]
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_a_forward_of_the_layer_on_the_object_is_named(before: bool) -> None:
+    """As by a hook of Accelerate. Before `lpq.fuse` its norms stay apart; later they add nothing."""
+    net = model("Llama")
+    layer = net.model.layers[0]
+    if not before:
+        lpq.fuse(net)
+    layer.forward = layer.forward
+    if before:
+        lpq.fuse(net)
+    report = lpq.report(net)
+    entries = report.apart if before else report.fused
+    own = [entry.note for entry in entries if "norm" in entry.name]
+    assert len(own) == 2
+    for note in own:
+        assert note.endswith("the forward of its block was replaced on the object: call lpq.fuse again without that")
+        assert ("torch adds what is added before" in note) is not before
+
+
+@pytest.mark.parametrize("hook", ["forward_pre_hook", "full_backward_hook"])
+def test_the_report_names_hooks_of_a_norm(hook: str) -> None:
+    net = lpq.fuse(model("Llama"))
+    getattr(net.model.layers[0].post_attention_layernorm, f"register_{hook}")(lambda *args: None)
+    assert "torch adds what is added before: a hook is called with it" in str(lpq.report(net))
+
+
 def test_hooks_of_a_layer_and_of_others_are_called(added: list[bool]) -> None:
     plain, net = model("Llama"), lpq.fuse(model("Llama"))
     for each in (plain, net):
