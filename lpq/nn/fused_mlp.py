@@ -10,7 +10,7 @@ layers ran one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from itertools import islice
 from typing import Any, Literal, NamedTuple
@@ -121,7 +121,10 @@ def mlp(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Act
 
 
 def _apart(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Activation) -> Tensor:
-    """Compute the layers one after the other."""
+    """Compute the layers one after the other. A tensor among them keeps the others apart, and is refused here."""
+    for name, layer in _named(before, down):
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"{name} is a {type(layer).__name__}: it is the layer itself, not its weight or its output")
     return down(activation.compute(*(layer(x) for layer in before)))  # type: ignore[no-any-return]
 
 
@@ -151,9 +154,11 @@ def why_apart(before: Sequence[nn.Module], down: nn.Module, gathered: Collection
     ``gathered``: modules whose parameters FSDP2 makes ordinary tensors for a pass, of which this is asked before."""
     if global_hooks():
         return "a hook is called with every module"
-    for name, layer in zip(("gate", "up", "down")[-1 - len(before) :], (*before, down), strict=True):
+    for name, layer in _named(before, down):
         if type(layer) is nn.Linear:
             return f"its {name} {NO_RECIPE}"
+        if not isinstance(layer, nn.Module):
+            return f"its {name} is {kind_of(layer)}, and no module"
         if not isinstance(layer, Layer) or type(layer).forward is not Layer.forward or "forward" in vars(layer):
             around = not isinstance(layer, Layer) and any(isinstance(m, Layer) for m in layer.modules())
             what = ", around a layer of lpq" if around else "" if isinstance(layer, Layer) else ", and no lpq.nn.Linear"
@@ -174,6 +179,10 @@ def why_apart(before: Sequence[nn.Module], down: nn.Module, gathered: Collection
 
         return why_not(layers)
     return None
+
+
+def _named(before: Sequence[nn.Module], down: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return zip(("gate", "up", "down")[-1 - len(before) :], (*before, down), strict=True)
 
 
 def kind_of(module: nn.Module | None) -> str:

@@ -168,3 +168,14 @@ def test_layers_are_a_sequence_of_modules() -> None:
             for of in (nn.ModuleList([fused.q]), [fused.q])
         )
     )
+
+
+@pytest.mark.parametrize("function", [lpq.nn.swiglu, lpq.nn.geglu], ids=["swiglu", "geglu"])
+@pytest.mark.parametrize("at", ["gate", "up", "down"])
+@pytest.mark.parametrize("recipe", [None, "mxfp8"])
+def test_a_tensor_in_place_of_a_layer_is_refused(function: Any, at: str, recipe: str | None) -> None:
+    net = nn.ModuleDict({"gate": nn.Linear(64, 96), "up": nn.Linear(64, 96), "down": nn.Linear(96, 64)})
+    layers: dict[str, Any] = dict(net.items() if recipe is None else lpq.convert(net, recipe, include="all").items())
+    layers[at] = layers[at].weight
+    with pytest.raises(TypeError, match=f"{at} is a Parameter: it is the layer itself, not its weight or its output"):
+        function(torch.randn(4, 64), **layers)
