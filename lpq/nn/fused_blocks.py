@@ -42,6 +42,7 @@ LATER = "backward makes the column operand for {} anew"
 KEPT = "x.save=input has no effect for {}, as {}"
 ONE_KERNEL = "one kernel computes its activation; gate and up are one layer, and operands are encoded as before"
 OTHER = "its forward is neither down(act(gate(x)) * up(x)) nor down(act(up(x))) alone, with a SiLU, GELU or ReLU"
+DROPS = "a dropout stands before its last layer, and may drop elements in a later pass if it drops none now"
 RAISES = "it does not run on a few rows by itself, which would show what it computes: it raises {}"
 HOOKED = "hooks are called with its activation"
 SIZES = "in_features", "out_features"
@@ -355,13 +356,13 @@ def _activation(
             return RAISES.format(type(error).__name__) if begun else None
         if trial.shows_little() or not all(map(torch.equal, tensors, outputs)):
             return OTHER
+        if any(stand_in.inputs and stand_in.inputs[0] is not y for stand_in in dropouts.values()):
+            return DROPS
         behind = next((name for name, stand_in in dropouts.items() if stand_in.inputs), None)
         calls = [stand_in.inputs for stand_in in stand_ins.values() if stand_in.inputs]
         if any(len(own) != 1 for own in calls) or len(calls) != len(layers) + (behind is not None):
             return OTHER
         if any(own[0] is not x for own in calls[: len(before)]) or out is not (y if behind is None else dropped):
-            return OTHER
-        if behind is not None and calls[-1][0] is not y:
             return OTHER
         activation = _named(calls[len(before)][0], trial, tensors)
         return OTHER if activation is None else (activation, behind, trial.of(module))

@@ -438,8 +438,11 @@ def test_blocks_without_a_gate(act: nn.Module, recipe: str, fused_passes: list[i
 
 
 @pytest.mark.parametrize("where", ["between", "twice"])
-def test_a_dropout_elsewhere(where: str) -> None:
-    assert not blocks(lpq.fuse(lpq.convert(nn.Sequential(Ungated(nn.ReLU(), where)), "mxfp8")))
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_a_dropout_elsewhere(where: str, p: float) -> None:
+    net = lpq.fuse(lpq.convert(nn.Sequential(Ungated(nn.ReLU(), where, p)), "mxfp8"))
+    assert not blocks(net)
+    assert ("a dropout stands before its last layer" in str(lpq.report(net))) is (where == "between")
 
 
 @pytest.mark.parametrize("kind", ["dropout", "residual", "other input", "other numbers", "twice", "other activation"])
@@ -447,7 +450,8 @@ def test_a_dropout_elsewhere(where: str) -> None:
 def test_blocks_that_compute_something_else(kind: str, trains: bool) -> None:
     net = lpq.fuse(lpq.convert(nn.Sequential(Block(kind)).train(trains), "mxfp8"))
     assert blocks(net) == []
-    assert "is neither down(act(gate(x)) * up(x)) nor down(act(up(x))) alone" in str(lpq.report(net))
+    words = "a dropout stands before its last layer" if kind == "dropout" else "its forward is neither down(act"
+    assert words in str(lpq.report(net))
 
 
 def test_an_activation_that_is_replaced(fused_passes: list[int]) -> None:
