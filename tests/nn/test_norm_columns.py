@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lpq
+from lpq.nn import norms
 from lpq.nn.siblings import SharedColumn
 from lpq.tensor.with_value import WithValue
 
@@ -321,3 +322,15 @@ def test_of_a_sum_that_the_norm_makes(norm: Any) -> None:
             net.first.consumers, net.second.consumers = (net.a,), (net.b,)
         found.append(step(net, given()))
     assert equal(*found)
+
+
+def test_the_option_does_not_change_who_computes_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that could encode the row operand alone does not: it adds in an order of its own, and makes no output
+    for both operands."""
+
+    def why_apart(_: Any, output: Any) -> str | None:
+        return "no side encodes the column operand" if output.spec.col else None
+
+    monkeypatch.setattr(norms, "why_apart", why_apart)
+    monkeypatch.setattr(norms, "bind_producer", lambda *_: pytest.fail("a kernel computes the output"))
+    assert equal(*(step(model(f"{MXFP8}, x.save={option}", True), given()) for option in ("encoded", "input")))
