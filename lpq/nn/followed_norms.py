@@ -128,7 +128,7 @@ class _Uses(Trial):
         super().__init__(device=device)
         self.takes: list[tuple[Place, Tensor]] = []
         self.made: list[Tensor] = []
-        """What layers returned."""
+        """The outputs of layers."""
         self.others: dict[int, Tensor] = {}
         self.written: dict[int, Tensor] = {}
 
