@@ -6,8 +6,6 @@ layer notes that it was given the output of a norm, and a mode notes every other
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import suppress
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
@@ -69,8 +67,7 @@ def followers(block: nn.Module) -> dict[str, Followers | str]:
         else:
             break
     else:
-        behind = _behind_layers(block, norms, *inputs[-1])
-        return {name: why for name in norms if name not in behind}
+        return dict.fromkeys(norms, why)
     uses.note(out)
     by_norm: dict[str, Followers | str] = {}
     for name in norms:
@@ -91,19 +88,6 @@ def followers(block: nn.Module) -> dict[str, Followers | str]:
         else:
             by_norm[name] = ELSE
     return by_norm
-
-
-def _behind_layers(block: nn.Module, norms: Iterable[str], x: Tensor, beside: dict[str, Any]) -> list[str]:
-    """The norms of a block that take outputs of its layers, as norms of q and k do: nothing is encoded behind them. A
-    run tells, as far as it goes, in which each argument that the block must be given is None."""
-    parameters = [*signature(class_before(block).forward).parameters.values()]
-    beyond_x = parameters[2:]
-    missing = {p.name: None for p in beyond_x if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
-    uses = _Uses(device=x.device)
-    like = uses.copy(block, uses.stand_for)
-    with suppress(Exception), uses:  # other code's, which may raise anything on such an input
-        class_before(block).forward(like, x, **(missing | beside))
-    return [name for name in norms if like._modules[name].is_behind_layer]
 
 
 def _inputs(block: nn.Module, norm: nn.Module) -> list[tuple[Tensor, dict[str, Any]]]:
@@ -127,8 +111,6 @@ class _Uses(Trial):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device=device)
         self.takes: list[tuple[Place, Tensor]] = []
-        self.made: list[Tensor] = []
-        """The outputs of layers."""
         self.others: dict[int, Tensor] = {}
         self.written: dict[int, Tensor] = {}
 
@@ -145,7 +127,7 @@ class _Uses(Trial):
             return _Experts(self)
         if isinstance(child, nn.Linear | Layer):
             return _Linear((parent, name), child, self)
-        return None if norm_of(child) is None else _Norm(child, self)
+        return None if norm_of(child) is None else _Norm(child)
 
     def note(self, values: Any) -> None:
         self.others.update({id(value): value for value in tree_leaves(values) if isinstance(value, Tensor)})
@@ -155,11 +137,10 @@ class _Norm(nn.Module):
     """Takes the place of a norm, with its parameters and its own attributes, which others may read, and keeps what it
     returns."""
 
-    def __init__(self, norm: nn.Module, uses: _Uses) -> None:
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         vars(self).update({name: value for name, value in vars(norm).items() if not name.startswith("_")})
         self._parameters, self.outputs, self.more = norm._parameters, list[Tensor](), False
-        self.uses, self.is_behind_layer = uses, False
 
     def forward(
         self, x: Tensor, *args: Any, residual: Tensor | None = None, with_sum: bool = False, **more: Any
@@ -167,7 +148,6 @@ class _Norm(nn.Module):
         """Take what ``EncodingNorm`` takes."""
         self.outputs.append(torch.zeros(x.shape, dtype=x.dtype, device=x.device))
         self.more |= bool(args or more)
-        self.is_behind_layer |= any(x is made for made in self.uses.made)
         if residual is not None:
             return self.outputs[-1], residual.clone()
         return (self.outputs[-1], x) if with_sum else self.outputs[-1]
@@ -183,9 +163,7 @@ class _Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.uses.takes.append((self.place, x))
-        y = torch.zeros(*x.shape[:-1], self.outputs, dtype=x.dtype, device=x.device)  # no function of x
-        self.uses.made.append(y)
-        return y
+        return torch.zeros(*x.shape[:-1], self.outputs, dtype=x.dtype, device=x.device)  # no function of x
 
 
 class _Experts(nn.Module):

@@ -174,33 +174,3 @@ def test_norms_with_the_same_words_share_a_line() -> None:
     (line,) = [line for line in str(lpq.report(net)).splitlines() if "LayerNorm" in line]
     assert "not fused  0–1.norm (2 LayerNorm): layer mlp.up_proj, " in line
     assert "has a forward hook" in line
-
-
-class NormsOfHeads(nn.Module):
-    """As the attention of Olmo 2: it must be given a mask, and its norms are as wide as inputs of its layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.o = (nn.Linear(64, 64) for _ in range(3))
-        self.q_norm, self.k_norm = nn.RMSNorm(64), nn.RMSNorm(64)
-
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        q, k = self.q_norm(self.q(x)), self.k_norm(self.k(x))
-        scores = q @ k.mT if mask is None else q @ k.mT + mask
-        y: Tensor = self.o(scores.softmax(-1) @ k)
-        return y
-
-
-def test_norms_of_what_layers_return_are_not_named_where_their_block_does_not_run() -> None:
-    assert not apart(lpq.convert(nn.Sequential(NormsOfHeads()), "mxfp8", fuse=True))
-
-
-def test_a_norm_before_layers_is_named_where_its_block_does_not_run() -> None:
-    class Before(NormsOfHeads):
-        def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-            x = self.q_norm(x)
-            return self.o(self.q(x) @ self.k(x).mT @ self.k_norm(self.k(x)))  # type: ignore[no-any-return]
-
-    reasons = apart(lpq.convert(nn.Sequential(Before()), "mxfp8", fuse=True))
-    assert list(reasons) == ["0.q_norm"]
-    assert "its block does not run on a few rows by itself" in reasons["0.q_norm"]
