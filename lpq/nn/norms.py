@@ -374,20 +374,20 @@ def bind_norm(
     cut, ranks = (None, "") if over is None else (over.cut, over.group)
     source = norm_source(norm, biased)
 
-    def whole(group: ConsumerGroup) -> EncoderSpec:
-        return EncoderSpec(group.plan.x, matrix, dtype, device, True, group.col, "x" in group.plan.remembered)
-
     def specs(group: ConsumerGroup) -> tuple[EncoderSpec, EncoderSpec | None]:
         """How forward encodes and, if it does, backward."""
-        return one_by_one(whole(group)) if group.later and over is None else (whole(group), None)
+        spec = EncoderSpec(group.plan.x, matrix, dtype, device, True, group.col, "x" in group.plan.remembered)
+        return one_by_one(spec) if group.later and over is None else (spec, None)
 
     apart: list[tuple[ConsumerGroup, _Encoding]] = []
     produced: list[tuple[ConsumerGroup, Output]] = []
     for group in groups:
         spec, _ = specs(group)
-        # By both operands, whenever they are made: who computes the output decides its last bits.
-        if why_apart(source, Output(whole(group), cut=cut)) is None:
-            produced.append((group, Output(spec, cut=cut)))
+        output = Output(spec, cut=cut)
+        # By both operands, even if this pass makes one: who computes the output decides its last bits, which are to be
+        # the same with and without gradients, and by x.save=input.
+        if why_apart(source, output._replace(spec=spec._replace(col=True))) is None:
+            produced.append((group, output))
         else:
             apart.append((group, _encoded_apart(bind_part(bind_encoder, spec, cut, ranks).alone(ranks).encoder)))
     encodings: list[tuple[ConsumerGroup, _Encoding]] = []

@@ -324,7 +324,7 @@ def test_of_a_sum_that_the_norm_makes(norm: Any) -> None:
     assert equal(*found)
 
 
-def test_the_option_does_not_change_who_computes_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_the_option_nor_the_pass_changes_who_computes_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that could encode the row operand alone does not: it adds in an order of its own, and makes no output
     for both operands."""
 
@@ -333,4 +333,7 @@ def test_the_option_does_not_change_who_computes_the_output(monkeypatch: pytest.
 
     monkeypatch.setattr(norms, "why_apart", why_apart)
     monkeypatch.setattr(norms, "bind_producer", lambda *_: pytest.fail("a kernel computes the output"))
-    assert equal(*(step(model(f"{MXFP8}, x.save={option}", True), given()) for option in ("encoded", "input")))
+    nets = [model(f"{MXFP8}, x.save={option}", True) for option in ("encoded", "input")]
+    assert equal(*(step(net, given()) for net in nets))
+    with torch.no_grad():
+        assert torch.equal(*(net(given()) for net in nets))
