@@ -11,7 +11,7 @@ __device__ __forceinline__ void transpose_4x4(u32& a, u32& b, u32& c, u32& d) {
 }
 
 // The transposed bytes of a tile, on their way: a row of TALL bytes for each column. The 8-byte pieces of 128 bytes are permuted
-// so that neither the writing nor the reading lanes meet in a bank: those of columns 8 apart lie at different places.
+// so that neither the writing nor the reading lanes meet in a bank: pieces of columns 8 apart lie at different places.
 struct Transposed {
     uint4 piece[WIDE][TALL / 16];
 

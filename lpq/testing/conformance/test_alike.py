@@ -1,4 +1,4 @@
-"""Quantizers that a format declares to store, or to decode, as another one does: their kernels run in its place."""
+"""Quantizers that a format declares to store, or to decode, as another one does: the declared one's kernels run."""
 
 from __future__ import annotations
 
