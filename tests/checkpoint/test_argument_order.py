@@ -75,7 +75,9 @@ def test_both_orders_do_the_same(call: str, tmp_path: Path) -> None:
         with pytest.warns(DeprecationWarning, match=rf"first argument, call {re.escape(call)}$") as found:
             result = old(model)
         assert did(model, result, place) == value
-        assert [warning.filename for warning in found] == [__file__]
+        # torch may warn meanwhile, in the thread that writes for save_async.
+        ours = [warning.filename for warning in found if issubclass(warning.category, DeprecationWarning)]
+        assert ours == [__file__]
 
 
 @pytest.mark.parametrize("call", CALLS)
