@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from itertools import islice
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import pytest
 import torch
 
+T = TypeVar("T")
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "formats"), str(HERE.parent / "distributed")]
 
@@ -32,15 +35,26 @@ def nothing_compiled() -> None:
         torch.compiler.reset()
 
 
+@pytest.hookimpl(trylast=True)  # after the tests that no -m chooses are gone
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spread the kit's comparisons of kernels over all tests: each takes minutes, and workers get tests in a row."""
+    """Have workers begin with the kit's comparisons of kernels, one each: they take minutes, other tests seconds.
+
+    By ``--dist worksteal`` each worker gets an equal part of the tests in their order, and one that is done takes
+    from another's end.
+    """
     if torch.cuda.is_available():
+        workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
         long = [item for item in items if item.name.startswith("test_kernels_equal_the_reference")]
-        rest = [item for item in items if item not in long]
-        apart = len(rest) // max(len(long), 1)
-        for number, item in enumerate(long):
-            rest.insert(number * (apart + 1), item)
-        items[:] = rest
+        items[:] = at_the_starts(long, [item for item in items if item not in long], workers)
+
+
+def at_the_starts(long: list[T], rest: list[T], workers: int) -> list[T]:
+    """All of ``long`` and ``rest`` in an order in which each worker's part begins with its share of ``long``."""
+    ordered, short = [], iter(rest)
+    for worker in range(workers):
+        size, first = (len(long) + len(rest) - len(ordered)) // (workers - worker), long[worker::workers]
+        ordered += [*first, *islice(short, max(size - len(first), 0))]
+    return ordered
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
