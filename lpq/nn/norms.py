@@ -366,8 +366,8 @@ def bind_norm(
     """Bind a norm of inputs like this one, encoded as inputs of the layers of these groups; ``others``: with the output
     itself, for others; ``adds``: of sums with a residual; ``over``: how ranks have it.
 
-    A kernel computes and encodes the output for one group after the other, or computes it for none. An encoder follows
-    the first run for a format that no such kernel encodes, and where there is no kernel at all, torch's operations."""
+    A kernel computes and encodes the output for one group after the other. For a format that it does not encode, it
+    writes what it computes, and an encoder follows. Where there is no kernel at all, torch's operations compute."""
     shape, dtype, device = like.shape, like.dtype, like.device
     cols = shape[-1]
     matrix = like.numel() // cols if cols else 0, cols
@@ -384,9 +384,7 @@ def bind_norm(
     for group in groups:
         spec, _ = specs(group)
         output = Output(spec, cut=cut)
-        # By both operands, even if this pass makes one: who computes the output decides its last bits, which are to be
-        # the same with and without gradients, and by x.save=input.
-        if why_apart(source, output._replace(spec=spec._replace(col=True))) is None:
+        if why_apart(source, output) is None:
             produced.append((group, output))
         else:
             apart.append((group, _encoded_apart(bind_part(bind_encoder, spec, cut, ranks).alone(ranks).encoder)))
@@ -396,18 +394,19 @@ def bind_norm(
         encodings.append((group, _produced(bind_producer(source, [output._replace(value=gives)], ranks))))
     encodings += apart
     find = add = gradients = compute = None
-    if not groups and not isinstance(alone := kernels_of(source, matrix, dtype, device), str):
-        compute = alone.bind(source, matrix, dtype, device, [None], [True])
-    if produced or compute is not None:
-        kernels = norm_kernels_of(norm, matrix, dtype, device)
-        assert not isinstance(kernels, str)
-        gradients = kernels.bind_gradients(norm, matrix, dtype, device)
+    kernels = kernels_of(source, matrix, dtype, device)
+    if not isinstance(kernels, str):
+        beside = norm_kernels_of(norm, matrix, dtype, device)
+        assert not isinstance(beside, str)
+        if not produced:  # by the same instructions as in a pass whose operands it encodes
+            compute = kernels.bind(source, matrix, dtype, device, [None], [True])
+        gradients = beside.bind_gradients(norm, matrix, dtype, device)
         if adds:
-            add = kernels.bind_sum_rows(norm, matrix, dtype, device)
+            add = beside.bind_sum_rows(norm, matrix, dtype, device)
         else:
-            find = kernels.bind_rows(norm, matrix, dtype, device)
+            find = beside.bind_rows(norm, matrix, dtype, device)
     named = None if over is None else (ranks, cut)
-    of_kernels = source if produced else None
+    of_kernels = None if isinstance(kernels, str) else source
     again = [spec and column_encoder(norm, of_kernels, spec) for _, spec in (specs(group) for group, _ in encodings)]
     makes_later = any(again)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,9 @@ from torch.utils.checkpoint import checkpoint
 import lpq
 from lpq.nn import norms
 from lpq.nn.siblings import SharedColumn
+from lpq.operations import producer as producers
+from lpq.operations.norms import NormKind
+from lpq.operations.produced_tiles import Produced
 from lpq.tensor.with_value import WithValue
 
 ROWS, IN, OUT = (2, 32), 64, 96
@@ -324,16 +328,34 @@ def test_of_a_sum_that_the_norm_makes(norm: Any) -> None:
     assert equal(*found)
 
 
-def test_neither_the_option_nor_the_pass_changes_who_computes_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that could encode the row operand alone does not: it adds in an order of its own, and makes no output
-    for both operands."""
+def test_kernels_compute_the_output_whatever_they_encode_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These encode no column operand, as of NVFP4: then they write the output, and an encoder follows. So the option
+    and the pass do not change who computes it, which decides its last bits."""
+    nets, ran = [model(f"{MXFP8}, x.save={option}", True) for option in ("encoded", "input")], []
 
-    def why_apart(_: Any, output: Any) -> str | None:
-        return "no side encodes the column operand" if output.spec.col else None
+    def bind(source: Any, *_: Any) -> Any:
+        def run(inputs: Any, *_: Any) -> Any:
+            ran.append("value")
+            return [Produced((), (), (), source.compute(*inputs)[0].reshape(-1, IN))]
 
-    monkeypatch.setattr(norms, "why_apart", why_apart)
-    monkeypatch.setattr(norms, "bind_producer", lambda *_: pytest.fail("a kernel computes the output"))
-    nets = [model(f"{MXFP8}, x.save={option}", True) for option in ("encoded", "input")]
-    assert equal(*(step(net, given()) for net in nets))
+        return run
+
+    def bind_producer(source: Any, outputs: Any, group: str) -> Any:
+        producer = producers.bind_producer(source, outputs, group)
+        return producer._replace(produce=lambda *given: ran.append("row") or producer.produce(*given))
+
+    class Beside:
+        bind_rows = staticmethod(lambda norm, *_: norm.rows)
+        bind_gradients = staticmethod(lambda *_: lambda dy, x, weight, *_: (dy * weight, weight))
+
+    monkeypatch.setattr(norms, "kernels_of", lambda *_: SimpleNamespace(bind=bind))
+    monkeypatch.setattr(norms, "norm_kernels_of", lambda *_: Beside)
+    monkeypatch.setattr(norms, "bind_producer", bind_producer)
+    monkeypatch.setattr(norms, "why_apart", lambda _, output: "no side encodes it" if output.spec.col else None)
+    monkeypatch.setattr(NormKind, "compute", lambda *_: pytest.fail("torch computes the output"))
+    first, second = (step(net, given()) for net in nets)
+    assert equal(first, second)
+    assert ran == ["value", "row"]
     with torch.no_grad():
-        assert torch.equal(*(net(given()) for net in nets))
+        assert all(torch.equal(net(given()), first[0]) for net in nets)
+    assert ran[2:] == ["row", "row"]
