@@ -301,7 +301,7 @@ class EncodedNorm(torch.autograd.Function):
     """A norm that encodes its output, if a layer takes it so. It keeps its input, and what a kernel found of the rows.
 
     With a residual its input is the sum of both. Where it returns the sum, backward adds the gradients that come by the
-    sum and by the output."""
+    sum and by the output. The gradient by the output is not differentiated again."""
 
     @staticmethod
     def forward(
@@ -331,6 +331,11 @@ class EncodedNorm(torch.autograd.Function):
         grads: Sequence[Tensor | None]
         if dy is None:
             grads = (other, *[None] * (count - 1))
+        elif torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True: a norm that encodes its output has no second derivative. Leave that out, or call "
+                "lpq.unfuse on the block that the norm is in"
+            )
         elif compute is not None and needed[0] and can_bypass_dispatcher(dy) and (other is None or _adds(dy, other)):
             with on_device(dy.device):
                 grads = compute(dy, *ctx.saved_tensors, needed[1], other)

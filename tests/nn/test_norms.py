@@ -324,3 +324,14 @@ def test_fuse_finds_the_layers_behind_norms_that_add() -> None:
     assert adding.first.consumers == (adding.a,)
     assert adding.second.consumers == (adding.b,)
     assert equal(step(adding, given()), step(apart, given()))
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_second_derivative_is_refused(kind: str) -> None:
+    """Code beside the layers, such as a router, may take the output, and no layer is there to refuse it."""
+    _, fused = pair("mxfp8", kind)
+    x = given().requires_grad_()
+    y = fused.norm(x).square().sum()
+    with pytest.raises(RuntimeError, match="a norm that encodes its output has no second derivative"):
+        torch.autograd.grad(y, x, create_graph=True)
+    assert torch.autograd.grad(y, x)[0].isfinite().all()
