@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lpq.nn.extended import Extension, class_before, extend, restore
 from lpq.nn.followed_norms import REPLACED
 from lpq.nn.norms import EncodingNorm
-from lpq.nn.stand_ins import Read, Trial, aside, changed, numbers
+from lpq.nn.stand_ins import Read, Trial, WithoutMode, aside, changed, numbers
 from lpq.operations.norm_kernels import gradient_threads
 from lpq.torch_private.hooks import global_hooks, hooks_of
 
@@ -237,7 +237,7 @@ class _Argument:
     __class__ = property(_is_decided_by)
 
 
-class _Called(nn.Module):
+class _Called(WithoutMode):
     """Takes the place of a child: it notes each call, and returns other numbers each time."""
 
     def __init__(

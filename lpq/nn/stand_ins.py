@@ -6,7 +6,9 @@ read, and leaves no trace: the forward runs on copies, and random numbers and mo
 
 from __future__ import annotations
 
+import pickle
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -61,7 +63,16 @@ def _read_of_class(owner: type, name: str) -> Read:
     return Read(owner, name, value, _contents(value))
 
 
-class StandIn(nn.Module):
+class WithoutMode(nn.Module):
+    """Takes the place of a child. A trial does not note what is read of it: so a forward that asks for its mode, which
+    may change, raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.training
+
+
+class StandIn(WithoutMode):
     """Takes the place of a layer: it keeps its input and returns a given tensor."""
 
     def __init__(self, output: Tensor) -> None:
@@ -86,12 +97,12 @@ class Trial(TorchFunctionMode):
         self.reads_tensors = False
         """Whether the name of a parameter or a buffer was read, even one that is None."""
         self.drew = False
-        """Whether Python's random numbers were drawn."""
+        """Whether random numbers of Python or NumPy were drawn, or a generator of them was read."""
         self._copies: list[tuple[Any, dict[str, Any], list[int]]] = []
 
     def __enter__(self) -> Self:
         kind = self.device.type
-        self._drawn, self._around = random.getstate(), ExitStack()
+        self._drawn, self._around = _random_states(), ExitStack()
         devices, seeded = ([], "cuda") if kind == "cpu" else ([self.device], kind)
         for context in (
             aside(),
@@ -106,8 +117,11 @@ class Trial(TorchFunctionMode):
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._around.__exit__(*raised)
-        self.drew = random.getstate() != self._drawn
-        random.setstate(self._drawn)
+        self.drew |= _random_states() != self._drawn
+        of_python, of_numpy = pickle.loads(self._drawn)
+        random.setstate(of_python)
+        if of_numpy is not None:
+            sys.modules["numpy"].random.set_state(of_numpy)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") == "__get__":
@@ -132,7 +146,8 @@ class Trial(TorchFunctionMode):
                 copies[id(child)] = twin = twin or self._copy(child, stand_for, None, copies)
                 children[name] = twin
         own = {
-            k: copy(v) if k not in OF_EVERY_MODULE and isinstance(v, MUTABLE) else v for k, v in vars(module).items()
+            k: deepcopy(v) if _draws(v) else copy(v) if k not in OF_EVERY_MODULE and isinstance(v, MUTABLE) else v
+            for k, v in vars(module).items()
         }
         buffers = {name: None if b is None else _whole(b).detach().clone() for name, b in module._buffers.items()}
         parameters = {name: _whole(p) for name, p in module._parameters.items()}
@@ -152,6 +167,7 @@ class Trial(TorchFunctionMode):
         self.reads_tensors |= name in module._parameters or name in module._buffers
         if (id(module), name) not in self.reads:
             value = _value_of(module, name)
+            self.drew |= _draws(value)
             self.reads[id(module), name] = Read(module, name, value, _contents(value))
             if value is ABSENT:
                 self._note_class(module, name)
@@ -204,6 +220,18 @@ def numbers(count: int) -> list[Tensor]:
     """Tensors of a few rows, wherever tensors are made by default."""
     drawn = torch.Generator("cpu").manual_seed(0)
     return [torch.randn(1, 2, 64, generator=drawn, device="cpu").mul(4).bfloat16() for _ in range(count)]
+
+
+def _random_states() -> bytes:
+    """The states of the random numbers of Python and, if somebody imported it, of NumPy. Torch's are counted as
+    functions."""
+    numpy = sys.modules.get("numpy")
+    return pickle.dumps((random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)))
+
+
+def _draws(value: object) -> bool:
+    """Whether a value is a generator of random numbers, of Python or NumPy."""
+    return issubclass(type(value), random.Random) or type(value).__module__.startswith("numpy.random")
 
 
 @cache

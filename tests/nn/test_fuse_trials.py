@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -152,6 +153,7 @@ class Layer(nn.Module):
     def __init__(self, kind: str = "plain") -> None:
         super().__init__()
         self.kind, self.seen = kind, list[int]()
+        self.draws, self.numpy_draws = random.Random(2), np.random.default_rng(2)
         self.norm = lpq.nn.RMSNorm(64)
         several = {"weights": "x", "no weights": "None", "perhaps a tuple": "None"}
         self.inner = Twice(several[kind]) if kind in several else nn.Linear(64, 64)
@@ -174,6 +176,10 @@ class Layer(nn.Module):
             "length": lambda: y.shape[1] == 1,
             "dtype": lambda: y.dtype is torch.bfloat16,
             "random": lambda: random.random() < 0.5,
+            "random in NumPy": lambda: np.random.rand() < 0.5,
+            "random of its own": lambda: self.draws.random() < 0.5,
+            "random of its own in NumPy": lambda: self.numpy_draws.random() < 0.2,
+            "mode of a child": lambda: not self.inner.training,
             "notes": lambda: self.seen.append(1) is not None,
         }.get(self.kind, lambda: False)()
         if self.kind == "gradient":
@@ -188,7 +194,8 @@ class Layer(nn.Module):
         ("plain", None, True), ("text", "double", True), ("number", 2, True), ("tensor", torch.ones(()), True),
         ("asks", True, True), ("perhaps a tuple", None, True), ("length", None, False), ("dtype", None, False),
         ("random", None, False), ("notes", None, False), ("gradient", None, False), ("weights", None, False),
-        ("no weights", None, False),
+        ("no weights", None, False), ("random in NumPy", None, False), ("random of its own", None, False),
+        ("random of its own in NumPy", None, False), ("mode of a child", None, False),
     ],
 )  # fmt: skip
 def test_what_a_layer_of_sums_decides_by(kind: str, given: Any, adds: bool) -> None:
@@ -200,6 +207,8 @@ def test_what_a_layer_of_sums_decides_by(kind: str, given: Any, adds: bool) -> N
             found = []
             for each in (net, plain):
                 random.seed(rows)
+                np.random.seed(rows)
+                each[0].inner.train(rows > 1)
                 found.append(step(each[0], *args, rows=rows))
             assert equal(*found), (args, rows)
     assert plain[0].seen == net[0].seen
@@ -346,10 +355,10 @@ class Around(Attending):
 
     def __init__(self) -> None:
         super().__init__()
-        self.other = nn.BatchNorm1d(64)
+        self.other, self.draws = nn.BatchNorm1d(64), random.Random(2)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        y = F.dropout(super().forward(x), 0.5) + random.random()
+        y = F.dropout(super().forward(x), 0.5) + random.random() + np.random.rand() + self.draws.random()
         z: Tensor = y + self.other(x.flatten(0, -2)).view_as(x)
         return z
 
@@ -358,12 +367,15 @@ def test_a_trial_leaves_no_trace() -> None:
     torch.manual_seed(0)
     net = lpq.convert(nn.Sequential(Around(), Block(), Layer()).bfloat16(), "fp8-current", include="all")
     before, drawn, python = copy.deepcopy(net.state_dict()), torch.get_rng_state(), random.getstate()
+    numpy, own = np.random.get_state()[1:3], net[0].draws.getstate()
     lpq.fuse(net)
     lpq.report(net)
     assert fused(net) == 3
     assert equal_states(net.state_dict(), before)
     assert torch.equal(torch.get_rng_state(), drawn)
     assert random.getstate() == python
+    assert net[0].draws.getstate() == own
+    assert all(map(np.array_equal, np.random.get_state()[1:3], numpy))
     assert torch.is_grad_enabled()
 
 
