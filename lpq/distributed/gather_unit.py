@@ -89,7 +89,7 @@ class Unit:
             if type(own) is WeightShard and "fsdp_pre_all_gather" not in vars(own):
                 vars(own)["fsdp_pre_all_gather"] = Hook(gather, own)
         again = tuple([gather.runs_again for gather in self.gathers])
-        directions = self._sites[0].directions(False)
+        directions = self._sites[0].directions
         key = (*directions, again, kernels_allowed(), registry.epoch())
         plan = self._plans.get(key)
         if plan is None or plan.of != of:

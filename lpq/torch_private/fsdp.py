@@ -121,16 +121,14 @@ class Site:
         its first forward, unless ``reshard_after_forward`` is given: then it stays."""
         return self._root or not self._group._reshard_after_forward
 
-    def directions(self, again: bool) -> tuple[bool, bool]:
-        """Whether the gather that is beginning must bring the row operand, and the column operand.
-
-        ``again``: forward runs once more in backward, as activation checkpointing does it.
-        """
+    @property
+    def directions(self) -> tuple[bool, bool]:
+        """Whether the gather that is beginning must bring the row operand, and the column operand."""
         state = self._group._training_state
         resharded = self._group._reshard_after_forward
         in_backward = graph_task() != -1
         stays = not self._group.reshard_after_backward  # the next forward then gathers nothing
-        row = again or stays or state != TrainingState.PRE_BACKWARD
+        row = stays or state != TrainingState.PRE_BACKWARD
         col = state != TrainingState.FORWARD or not resharded or in_backward
         return row, col
 

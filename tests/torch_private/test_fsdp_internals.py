@@ -93,8 +93,8 @@ class Recorder:
 
     def begin(self, shard: Tensor) -> tuple[Tensor, ...]:
         site = self.site
-        self.begun.append((*site.directions(again=False), torch._C._current_graph_task_id() != -1))
-        width = 2 if site.directions(again=False) == (False, True) else 1
+        self.begun.append((*site.directions, torch._C._current_graph_task_id() != -1))
+        width = 2 if site.directions == (False, True) else 1
         rank, ranks = site.group.rank(), site.group.size()
         fsdp.gather_into([(site, [torch.empty(0, dtype=torch.uint8).new_empty(ranks * width * 16)], self.inner)])
         return (torch.full((width * 16,), 10 * width + rank, dtype=torch.uint8),)
@@ -244,7 +244,7 @@ def test_four_ranks(rank: int) -> None:
     (group,) = fsdp._groups(layer)
     assert not group._reshard_after_forward
     (site,) = fsdp.sites(layer, "weight").values()
-    assert site.directions(again=False) == (True, True)
+    assert site.directions == (True, True)
     assert site.stays
     _who_stays_gathered()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
