@@ -259,9 +259,6 @@ def _check_kernel(source: PluginSource, kernel: KernelSpec) -> None:
     """Raise for a misspelt field: such a kernel would never run, and nobody would notice."""
     what = f"kernel {kernel.impl}"
     _check_version(source, what, kernel.api_version)
-    if kernel.op == "cast":  # an operation of earlier builds
-        remedy = "leave it out: master weights are cast by the kernels for measure and quantize"
-        raise source.error(f"{what} has op='cast'", remedy)
     for field_name, choices in (("op", OPERATIONS), ("backend", BACKENDS)):
         value = getattr(kernel, field_name)
         if value not in choices:

@@ -147,10 +147,6 @@ BROKEN = {
         listed(op="decode", several="b"), "kernel acme_k:run has several='b', and its op is decode",
         "leave it out: nothing calls it but for quantize, transpose",
     ),
-    "an operation of earlier builds": (
-        listed(op="cast"), "kernel acme_k:run has op='cast'",
-        "leave it out: master weights are cast by the kernels for measure and quantize",
-    ),
     "a kernel that rounds where nothing is read": (
         alone(op="decode", formats=("a",), rounds=True), "kernel acme_k:run has rounds=True, and its op is decode",
         "only measure and quantize round",
