@@ -57,11 +57,6 @@ def of_all_sizes(dtype: torch.dtype) -> Tensor:
     return sizes.clamp(-info.max, info.max)[mixed].view(RAGGED).to(dtype)
 
 
-def arguments_of(op: str, row: Quantizer | None, col: Quantizer | None, x: Tensor) -> tuple[Any, ...]:
-    """The first of ``calls``."""
-    return next(calls(op, row, col, x))[1]
-
-
 def calls(op: str, row: Quantizer | None, col: Quantizer | None, x: Tensor) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """All ways to call an operation for a matrix, or for its operand, and what each is."""
     if op == "measure":

@@ -38,7 +38,7 @@ from lpq.operations.recoding import bind_sides
 from lpq.operations.several_sides import bind_side
 from lpq.operations.source import ACTIVATIONS
 from lpq.registry import KernelSpec
-from lpq.testing.calls import arguments_of
+from lpq.testing.calls import calls
 from lpq.testing.kernel_checks import pairs
 from lpq.testing.operands import encode
 from lpq.testing.options import family
@@ -162,7 +162,7 @@ def call(kernel: KernelSpec, name: str) -> None:
         for row, col in pairs(kernel, quantizer):
             if refuses(kernel, tuple(side for side in (row, col) if side is not None)):
                 continue
-            arguments = arguments_of(kernel.op, row, col, x)
+            _, arguments = next(calls(kernel.op, row, col, x))
             if kernel.op == "decode":
                 impl(arguments[0], dtype)
             else:
