@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from lpq.calibration.errors import CalibrationError
-from lpq.distributed.expert_rows import exchange_of
 from lpq.nn import Layer
 from lpq.nn.grouped_linear import GroupedLayer
 from lpq.operations.cut import Cut
@@ -58,7 +57,7 @@ def is_shared_out(layer: nn.Module) -> bool:
 @contextmanager
 def sending(model: nn.Module, rows: bool) -> Iterator[None]:
     """Inside, send this rank's ``rows`` to experts that are divided over ranks, or none of them."""
-    exchanges = [exchange for module in model.modules() if (exchange := exchange_of(module)) is not None]
+    exchanges = [exchange for m in model.modules() if (exchange := getattr(m, "expert_exchange", None)) is not None]
     try:
         for exchange in exchanges:
             exchange.sends = rows

@@ -139,11 +139,6 @@ class RowExchange:
         return y
 
 
-def exchange_of(module: nn.Module) -> RowExchange | None:
-    """Return the exchange of a module whose experts are divided over ranks; None: they are not."""
-    return vars(module).get("expert_exchange")
-
-
 class _Exchange(torch.autograd.Function):
     """Rows to the ranks of their experts, or results back to the ranks of the rows. Gradients go the other way."""
 
