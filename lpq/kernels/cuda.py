@@ -74,7 +74,7 @@ class CudaKernel:
         self.letters = arguments
         self._slots = struct.Struct("<" + "".join(SLOTS[a] for a in arguments if a not in "()"))
         self._places = _places(arguments)
-        self._loaded: dict[tuple[int, tuple[str, ...]], _Loaded] = {}
+        self._launches: dict[tuple[int, tuple[str, ...]], Launch] = {}
 
     def launch(self, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
         """Run ``blocks`` blocks of threads on a device; none if there are no blocks. Pointers are integers."""
@@ -82,21 +82,14 @@ class CudaKernel:
             return
         if type(macros) is not tuple:
             raise KernelError(f"{self.source.name}: macros={macros!r} is no tuple, such as ('FAST=1', 'WIDE')")
-        loaded = self._loaded.get((device, macros)) or self._load(device, macros)
-        how = loaded.how
+        launch = self._launches.get((device, macros)) or self._load(device, macros)
         try:
-            self._slots.pack_into(how.arguments.bytes, 0, *arguments)
+            launch(*arguments, blocks=blocks)
         except struct.error as error:
             raise KernelError(
                 f"{self.source.name}: {self.name} takes the arguments {self.letters!r} and was launched with "
                 f"{arguments}: {error}"
             ) from error
-        how.config.gridDimX = blocks
-        if torch_cuda.current_device() == device:
-            self._run(loaded, how, device)
-        else:
-            with torch.cuda.device(device):
-                self._run(loaded, how, device)
 
     def bind(self, device: int, macros: tuple[str, ...], blocks: int) -> Callable[..., None]:
         """Prepare a launch of ``blocks`` blocks once; each call of the result passes the arguments only. The kernel is
@@ -104,31 +97,15 @@ class CudaKernel:
         """
         if blocks == 0:
             return lambda *arguments: None
-        loaded = self._loaded.get((device, macros)) or self._load(device, macros)
-        return Launch(self, loaded, device, blocks).in_c()
+        launch = self._launches.get((device, macros)) or self._load(device, macros)
+        return Launch(self, launch.loaded, device, blocks).in_c()
 
     def ready(self, device: int) -> None:
         """Compile and load it now, without macros, for launches that a CUDA graph will record."""
-        if (device, ()) not in self._loaded:
+        if (device, ()) not in self._launches:
             self._load(device, ())
 
-    def _run(self, loaded: _Loaded, how: _How, device: int) -> None:
-        stream = torch_cuda.current_stream(device)
-        if stream != how.stream:  # to set it takes half a microsecond
-            how.config.hStream = how.stream = stream
-        (status,) = loaded.launch(how.config, loaded.function, how.arguments.pointers, 0)
-        if status == NO_CONTEXT:  # torch has not used the device in this thread yet
-            from cuda.core import Device
-
-            Device(device).set_current()
-            (status,) = loaded.launch(how.config, loaded.function, how.arguments.pointers, 0)
-        if status != SUCCESS:
-            raise KernelError(
-                f"{self.source.name}: launching {self.name} with {how.config.gridDimX} blocks of {self.threads} "
-                f"threads failed: {status!r}"
-            )
-
-    def _load(self, device: int, macros: tuple[str, ...]) -> _Loaded:
+    def _load(self, device: int, macros: tuple[str, ...]) -> Launch:
         try:
             from cuda.core import Device, ObjectCode
         except ImportError as error:
@@ -140,46 +117,48 @@ class CudaKernel:
             Device(device).set_current()
             code = ObjectCode.from_cubin(cubin(self.source, macros, architecture(device)))
             overlaps = self.waits and torch.cuda.get_device_capability(device) >= HOPPER
-            loaded = _Loaded(code.get_kernel(self.name), self, overlaps)
+            loaded = _Loaded(code.get_kernel(self.name), overlaps)
             loaded.allow_shared(self.shared, device)
-        return self._loaded.setdefault((device, macros), loaded)  # one for all threads: code may go with its object
+            launch = Launch(self, loaded, device, 0)
+        return self._launches.setdefault((device, macros), launch)  # one for all threads: code may go with its object
 
 
 class Launch:
-    """A launch that is the same each time, but for its arguments. Threads take turns."""
+    """A launch that is the same each time, but for its arguments and maybe its blocks. Threads take turns."""
 
     def __init__(self, kernel: CudaKernel, loaded: _Loaded, device: int, blocks: int) -> None:
-        self._title = f"{kernel.source.name}: launching {kernel.name} with {blocks} blocks of {kernel.threads} threads"
         how = _How(kernel, loaded.overlaps)
         how.config.gridDimX = blocks
-        self._loaded, self._how, self._device = loaded, how, device
+        self.loaded, self._kernel, self._how, self._device = loaded, kernel, how, device
         self._pack, self._bytes = kernel._slots.pack_into, how.arguments.bytes
-        self._run = functools.partial(_driver_launch(), how.config.getPtr(), int(loaded.function))
+        self._run = functools.partial(_driver_launch(), how.config.getPtr(), loaded.function)
         self._pointers = how.arguments.pointers
         self._turn = threading.Lock()
-        self._letters = "".join(a for a in kernel.letters if a not in "()")
-        self._first = bytes(place // 8 for place in kernel._places)
 
     def in_c(self) -> Callable[..., None]:
         """Return the same launch as a call from C, if that is possible; errors are raised here."""
         driver = native.address_of(_driver_launch())
         if driver is None or (calls := native.calls()) is None:
             return self
+        letters = "".join(a for a in self._kernel.letters if a not in "()")
+        first = bytes(place // 8 for place in self._kernel._places)
         made: Callable[..., None] = calls.Launch(
-            driver, self._how.config.getPtr(), int(self._loaded.function), self._letters, self._first, self._device,
+            driver, self._how.config.getPtr(), self.loaded.function, letters, first, self._device,
             torch_cuda.current_device, torch_cuda.current_stream, self,
         )  # fmt: skip
         return made
 
-    def __call__(self, *arguments: float) -> None:
+    def __call__(self, *arguments: float, blocks: int | None = None) -> None:
         """Launch it on the current stream of its device. Pointers are integers."""
         if torch_cuda.current_device() != self._device:
             with torch.cuda.device(self._device):
-                return self(*arguments)
+                return self(*arguments, blocks=blocks)
         stream = torch_cuda.current_stream(self._device)
         with self._turn:
             self._pack(self._bytes, 0, *arguments)
-            if stream != self._how.stream:
+            if blocks is not None:
+                self._how.config.gridDimX = blocks
+            if stream != self._how.stream:  # to set it takes half a microsecond
                 self._how.config.hStream = self._how.stream = stream
             status = self._run(self._pointers, None)
             if status == NO_CONTEXT:  # torch has not used the device in this thread yet
@@ -188,7 +167,11 @@ class Launch:
                 Device(self._device).set_current()
                 status = self._run(self._pointers, None)
         if status != SUCCESS:
-            raise KernelError(f"{self._title} failed: CUDA error {status}")
+            of = self._kernel
+            raise KernelError(
+                f"{of.source.name}: launching {of.name} with {self._how.config.gridDimX} blocks of {of.threads} "
+                f"threads failed: CUDA error {status}"
+            )
         return None
 
 
@@ -201,16 +184,12 @@ def _driver_launch() -> Callable[..., int]:
 
 
 class _Loaded:
-    """A kernel on a device, ready to be launched by the driver's own call, whose configuration is made beforehand."""
+    """A kernel on a device, ready to be launched by the driver's own call."""
 
-    def __init__(self, kernel: Any, of: CudaKernel, overlaps: bool) -> None:
-        from cuda.bindings import driver
-
+    def __init__(self, kernel: Any, overlaps: bool) -> None:
         self.kernel = kernel  # keeps the code loaded
-        self.function = driver.CUfunction(int(kernel.handle))
+        self.function = int(kernel.handle)
         self.overlaps = overlaps
-        self.how = _HowInThread(of, overlaps)
-        self.launch = driver.cuLaunchKernelEx
 
     def allow_shared(self, size: int, device: int) -> None:
         """Allow blocks this much dynamic shared memory, as is needed above 48 KiB."""
@@ -239,10 +218,6 @@ class _How:
             overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             overlap.value.programmaticStreamSerializationAllowed = 1
             self.config.attrs, self.config.numAttrs = [overlap], 1
-
-
-class _HowInThread(threading.local, _How):
-    """How a kernel is launched, apart for each thread."""
 
 
 class _Arguments:

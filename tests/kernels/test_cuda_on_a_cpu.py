@@ -28,8 +28,7 @@ from lpq.operations.line_amaxes import measure_lines
 class Driver:
     """Writes down what is launched: the function, the stream, and the device that was the current one."""
 
-    CUfunction = CUdevice = int
-    CUlaunchConfig = types.SimpleNamespace
+    CUdevice = int
     CUlaunchAttributeID = types.SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6)
     CUfunction_attribute = types.SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
 
@@ -46,10 +45,15 @@ class Driver:
     def CUlaunchAttribute(self) -> types.SimpleNamespace:
         return types.SimpleNamespace(value=types.SimpleNamespace())
 
-    def cuLaunchKernelEx(self, how: types.SimpleNamespace, function: int, *rest: int) -> tuple[int]:
+    def CUlaunchConfig(self) -> types.SimpleNamespace:
+        config = types.SimpleNamespace(hStream=0)
+        config.getPtr = lambda: config
+        return config
+
+    def launch(self, how: types.SimpleNamespace, function: int, *rest: int | None) -> int:
         self.how = how
         self.launches.append((function, how.hStream, self.current))
-        return (self.status,)
+        return self.status
 
     def from_cubin(self, code: bytes) -> Any:
         self.loading.wait(10)  # all that load at once are past the look into what is loaded
@@ -75,6 +79,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setitem(sys.modules, "cuda.core", core)
     monkeypatch.setitem(sys.modules, "cuda.bindings", types.SimpleNamespace(driver=imitated))
     monkeypatch.setattr(cuda, "cubin", lambda *_: b"code")
+    monkeypatch.setattr(cuda, "_driver_launch", lambda: imitated.launch)
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr("lpq.torch_private.cuda.current_device", lambda: imitated.current)
@@ -108,7 +113,7 @@ def test_a_launch_that_fails_is_an_error_in_words(driver: Driver) -> None:
     """As in a process that was forked after its parent had used the GPU."""
     kernel = CudaKernel("common/amax.cu", "amax_parts", "PqP", threads=32)
     driver.status = 3
-    with pytest.raises(KernelError, match=r"amax.cu: launching amax_parts with 2 blocks of 32 threads failed: 3"):
+    with pytest.raises(KernelError, match=r"launching amax_parts with 2 blocks of 32 threads failed: CUDA error 3"):
         kernel.launch(0, (), 2, 0, 0, 0)
 
 
@@ -219,6 +224,8 @@ def test_only_a_kernel_that_waits_is_put_in_place_before_the_last_one_has_ended(
     attributes = getattr(how, "attrs", [])
     assert len(attributes) == getattr(how, "numAttrs", 0) == overlaps
     assert all(a.id == 6 and a.value.programmaticStreamSerializationAllowed == 1 for a in attributes)
+    kernel.launch(0, (), 7, 0, 0, 0)
+    assert driver.how.gridDimX == 7
 
 
 @pytest.fixture
