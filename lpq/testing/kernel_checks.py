@@ -124,10 +124,3 @@ def compare_views(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | No
     """The checks with operands that are views of larger ones, if the operation takes operands."""
     views = check_of(kernel).views
     return views is not None and views(kernel, row, col, device)
-
-
-def compare_several(kernel: KernelSpec, row: Quantizer, shapes: Sequence[tuple[int, int]], device: str) -> None:
-    """Compare a kernel's launch for several matrices with the reference of each."""
-    there(check_of(kernel).several, f"the check of one launch for several matrices by {kernel.op}")(
-        kernel, row, shapes, device
-    )

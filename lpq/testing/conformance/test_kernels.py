@@ -18,7 +18,8 @@ from lpq.registry.errors import ImportStringError, words
 from lpq.registry.operations import TABLE
 from lpq.testing.calls import SHAPES, SIZES, matrices
 from lpq.testing.comparing import compare_rounded
-from lpq.testing.kernel_checks import CHECKS, check_of, compare, compare_several, compare_views, pairs
+from lpq.testing.expect import there
+from lpq.testing.kernel_checks import CHECKS, check_of, compare, compare_views, pairs
 from lpq.testing.operands import normal
 from lpq.testing.options import Family, only
 from lpq.testing.table import DTYPES
@@ -74,7 +75,7 @@ def test_kernels_equal_the_reference(family: Family, device: str) -> None:
                 else:
                     idle[kernel.impl] = check.nothing
                 if kernel.several is not None and row is not None:
-                    compare_several(kernel, row, SHAPES, device)
+                    there(check.several, f"the check of {kernel.op} of several")(kernel, row, SHAPES, device)
                 if kernel.rounds:
                     for shape in SHAPES:
                         compare_rounded(kernel, row, col, normal(*shape), device, dtypes)
