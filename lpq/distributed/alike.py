@@ -9,6 +9,7 @@ exchange descriptions of their models, and all raise.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import Timer
 from time import monotonic
 from typing import Any, Protocol
@@ -87,13 +88,16 @@ class Comparison:
         around = fsdp.outermost(part)  # a part of a model may have been converted, and the whole sharded
         if self._replicas is not None:  # ranks may come for another model
             self._about = f"{digest(' '.join(name for name, _ in around.named_modules())):x}"
+        # FSDP2 brings all ranks to the same first gather, whatever their models. There a rank with weights=None, which
+        # compares in its first pass, meets a rank that compares before it gathers.
+        first = not self.sets and (self._replicas is None or not self._replicas.noted)
         was, self.alike = self.alike, False  # where they differ
-        sets = check_alike(around, self._replicas, self._about, seconds)
+        sets = check_alike(around, self._replicas, "" if first else self._about, seconds)
         if sets is None:
             self.alike = was
             self._waited += seconds or 0.0
             if self._waited > meeting.limit():
-                raise _in_vain(self._waited)
+                raise in_vain(self._waited)
             return
         self.sets, self.withholds, self._waited = sets, False, 0.0
         self._stages = [*dict.fromkeys(stages for layer in converted(around) if (stages := layer.model.stages))]
@@ -142,7 +146,7 @@ def check_alike(
     for ranks, texts in by_ranks.values():
         equal = meeting.meet(ranks.names, about, f"{digest(chr(10).join(texts)):x}", seconds, _waiting())
         if equal is None and seconds is None:
-            raise _in_vain(meeting.limit())
+            raise in_vain(meeting.limit())
         if equal is None:
             return None
         try:
@@ -166,14 +170,22 @@ def are_equal(text: str, sets: Sequence[Ranks]) -> bool:
     set."""
     own = words(text)
     both = torch.tensor([*own, *(LIMIT - word for word in own)], dtype=torch.int32)
-    waits = Timer(meeting.PATIENCE, lambda: warn(_waiting()))
-    waits.daemon = True
-    waits.start()
-    try:
+    with waiting_for_ranks():
         for ranks in sets:
             for group in ranks.groups:
                 both = all_reduce(both.to(ranks.device), "max", group)
         pairs = both.view(2, -1).tolist()
+    return all(a + b == LIMIT for a, b in zip(*pairs, strict=True))
+
+
+@contextmanager
+def waiting_for_ranks() -> Iterator[None]:
+    """Say in words, inside of this, that a collective takes long, or that a rank of it is gone."""
+    waits = Timer(meeting.PATIENCE, lambda: warn(_waiting()))
+    waits.daemon = True
+    waits.start()
+    try:
+        yield
     except RuntimeError as error:
         raise RuntimeError(
             "ranks compare recipes that are new before weights or operands travel or, where none does, before an "
@@ -182,7 +194,6 @@ def are_equal(text: str, sets: Sequence[Ranks]) -> bool:
         ) from error
     finally:
         waits.cancel()
-    return all(a + b == LIMIT for a, b in zip(*pairs, strict=True))
 
 
 def check_part(text: str, mesh: DeviceMesh) -> None:
@@ -286,7 +297,7 @@ def _waiting() -> str:
     )
 
 
-def _in_vain(seconds: float) -> RuntimeError:
+def in_vain(seconds: float) -> RuntimeError:
     return RuntimeError(
         f"this rank has waited {seconds:.0f} s to compare its model with the other ranks', and not all of them have "
         "come: a recipe or a step was changed on this rank alone, or others have another weights= or a model that was "

@@ -27,12 +27,12 @@ how many wanted to end it, and how it ended."""
 
 def meet(ranks: Sequence[int], about: str, text: str, seconds: float | None, waiting: str) -> bool | None:
     """Whether all of these ranks brought the same text; None, on all ranks, if not all came within the ``seconds`` of
-    one rank. ``seconds=None`` means ``limit``. ``about``: the subject of the meeting. ``waiting``: the warning of a
-    rank that waits long."""
+    one rank. These are at most the ``limit``, which None stands for. ``about``: the subject of the meeting.
+    ``waiting``: the warning of a rank that waits long."""
     if is_imitated():
         return True
     store, place = job_store(), _place(ranks, about)
-    end = monotonic() + (limit() if seconds is None else seconds)
+    end = monotonic() + (limit() if seconds is None else min(seconds, limit()))
     while True:
         number = store.add(f"{place}/number", 0)
         at = f"{place}/{number}"

@@ -83,8 +83,9 @@ class ModelCheck(Watcher):
         self._inputs: set[PassInput] = set()
         """Inputs that ranks have compared."""
         self._memories: Memories | None = None
-        self._remembers, self._sought = False, False
-        """Whether ranks have reduced what layers remember, and whether they sought those that share the model."""
+        self._remembers, self._sought, self._evaluated = False, False, False
+        """Whether ranks have reduced what layers remember, and whether they sought those that share the model, in a
+        pass that trains or in an evaluation."""
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelCheck | None:
@@ -126,11 +127,15 @@ class ModelCheck(Watcher):
         return self._steps if passes.sets and not sees else None
 
     def in_pass(self) -> None:
-        """Compare in a pass that trains a layer, the first one in which ranks share the model. Not all ranks may run
-        this layer now; then they compare before the optimizer's step."""
+        """Compare in the first pass in which ranks share the model. Not all ranks may run this layer now; then they
+        compare before the optimizer's step."""
         if not self.open or (model := self._model()) is None or not _has_ranks():
             return
         wrapper = active_replica()
+        if not torch.is_grad_enabled():
+            if wrapper is None:
+                self._in_evaluation(model)
+            return
         if wrapper is None and self._sought:
             return
         self._sought = True
@@ -139,6 +144,15 @@ class ModelCheck(Watcher):
         if not self._steps.alike:
             self._steps.compare(model, meeting.SOON)
         self.open = not self._steps.sets and wrapper is None
+
+    def _in_evaluation(self, model: nn.Module) -> None:
+        """Compare once in a pass that trains nothing, if FSDP2 shards the model: a rank that compares before it gathers
+        waits for this one."""
+        from lpq.torch_private import fsdp  # which imports FSDP2
+
+        if not (self._evaluated or self._steps.alike) and fsdp.sites(fsdp.outermost(model)):
+            self._evaluated = True
+            self._steps.compare(model, meeting.SOON)
 
     def before_trace(self) -> None:
         """Compare before a compiler traces a pass in which ranks send each other operands: it traces anew after a

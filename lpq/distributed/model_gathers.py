@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lpq.distributed import meeting
 from lpq.distributed.alike import Comparison
+from lpq.distributed.gather_check import compare_before_gather
 from lpq.distributed.gather_unit import Unit
 from lpq.distributed.memories import Memories
 from lpq.distributed.optimizer_steps import Watcher, steps
@@ -134,18 +135,11 @@ class Gathering(Watcher):
         self.comparison.forget()
 
     def check(self, gather: Gather) -> None:
-        """Compare the model with the other ranks' models, if a recipe has changed since; a collective. While recipes
-        may change by step, each forward compares steps: a rank cannot see that only another rank was given a step."""
-        comparison = self.comparison
-        due = comparison.moving and comparison.first() is gather and not gather.site.for_backward
-        if (knew := comparison.alike) and not due:
-            return
-        comparison.compare(self.root, steps=due)
-        comparison.first = weakref.ref(gather)
-        if not knew:
+        """Compare the model with the other ranks' models, if that is due; a collective."""
+        if compare_before_gather(self.comparison, self.root, gather):
             for module in fsdp.outermost(self.root).modules():
                 if (gathering := _gathering_of(module)) is not None:
-                    gathering.comparison = comparison
+                    gathering.comparison = self.comparison
 
     def refresh(self) -> None:
         """Measure every weight of the model that was written to, and reduce all their statistics in one collective."""

@@ -21,6 +21,11 @@ class Replicas:
         self._wrappers: list[tuple[weakref.ref[DistributedDataParallel], set[int]]] = []
         """The wrappers, and the ids of the parameters of each but for those that it is to ignore."""
 
+    @property
+    def noted(self) -> bool:
+        """Whether there is such a wrapper."""
+        return bool(self._wrappers)
+
     def note(self, wrapper: DistributedDataParallel) -> bool:
         """Note a wrapper; return whether it is new."""
         if any(ref() is wrapper for ref, _ in self._wrappers):

@@ -173,8 +173,8 @@ class Layer(WeightedLayer):
                 self.decide_fresh()  # others may have filled its states
             calls = self.passes.bound_calls()
             check(self, input, weight)
-            if check_of_ranks is None and grad:
-                self.compare_in_pass(first=True)
+            if check_of_ranks is None or not grad:
+                self.compare_in_pass(first=grad)
             if bias is not None and (bias.shape != (self.out_features,) or bias.device != input.device):
                 raise unfit_bias(bias, self.out_features, input.device)
             shapes = self._shapes(input, weight, dtype, w_held, x_encoded)._replace(arrived=arrives)

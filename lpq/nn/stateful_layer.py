@@ -168,8 +168,8 @@ class StatefulLayer(nn.Module):
         return True
 
     def compare_in_pass(self, first: bool) -> None:
-        """Compare the model with the other ranks' in a pass that trains this layer; ``first``: the first one of its
-        kind."""
+        """Compare the model with the other ranks' in a pass of this layer; ``first``: the first one of its kind that
+        trains."""
         if first and self.model.check is None:
             ModelCheck.give(self)
         if self.model.check is not None:

@@ -54,6 +54,12 @@ class Site:
         return self._group
 
     @property
+    def unit_bytes(self) -> int:
+        """The bytes that a rank sends of the parameters that are gathered together, where all of them are ordinary."""
+        sites = [Site(param, self._group, self._root) for param in self._group.fsdp_params]
+        return sum(site.padded.numel() * site.dtype.itemsize for site in sites)
+
+    @property
     def offloaded(self) -> bool:
         """Whether shards are in the memory of the CPU, and FSDP2 moves each to the GPU just before its hook."""
         return bool(self.fsdp_param.offload_to_cpu)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from differing import E5M2, OTHER_DY, STAGED, compares, refused
-from ranks import agreed, mesh_of, on_ranks
-from sharded import How, built
+from ranks import agreed, fully_shard, mesh_of, on_ranks
+from sharded import How, built, model
 from torch import nn
 
 import lpq
 from lpq.distributed import alike, meeting
+from lpq.observe import collectives
 
 SMALL = {"width": 64, "inner": 256}
 X = torch.ones(4, 64)
@@ -113,6 +118,80 @@ def test_weights_that_lpq_does_not_gather(rank: int) -> None:
     assert [compares(lambda: stepped(staged)) > 0 for _ in range(2)] == [True, False]  # no later step changes a recipe
     staged[0].up.recipe = ("mxfp8", "fp8-current")[rank]
     assert all("rank 1 has [0.up: " in said for said in agreed(lambda: stepped(staged), RuntimeError))
+
+
+@contextmanager
+def _impatient() -> Iterator[None]:
+    """Have ranks soon take it that the others do not come to the same place."""
+    with mock.patch.object(meeting, "SOON", 0.5), mock.patch.object(meeting, "PATIENCE", 1.0):
+        yield
+
+
+HIGH, QUANTIZED, PLAIN = "gathered quantized, recipe", "stored as mxfp8, recipe", "in high precision, recipe"
+
+
+@pytest.mark.parametrize(
+    ("weights", "other", "trains"),
+    [("high_precision", None, True), (None, "high_precision", True), ("quantized", None, True),
+     ("high_precision", None, False)],
+)  # fmt: skip
+@on_ranks(2)
+def test_other_weights(rank: int, weights: Any, other: Any, trains: bool) -> None:
+    """A rank that compares before it gathers meets one that gathers before it compares: both raise at once, and not at
+    half of the timeout, which is a minute here."""
+    words = [{"high_precision": HIGH, "quantized": QUANTIZED, None: PLAIN}[one] for one in (weights, other)]
+    own = (weights, other)[rank]
+    for how in (
+        How("mxfp8", own, **SMALL),
+        How("mxfp8", own, **SMALL, mixed=True),
+        How(("mxfp8", OTHER_DY)[rank], own, **SMALL),
+        How("mxfp8", own, width=64, inner=66),  # shards with padding
+        How("mxfp8", own, **SMALL, offload=True),
+    ):
+        if weights == "quantized" and how.inner == 66:
+            continue
+        net = built(how)
+        with _impatient(), torch.set_grad_enabled(trains):
+            _refused(net, "rank 0 has [0.up: ", *words)
+
+
+@on_ranks(4)
+def test_other_weights_on_one_replica(rank: int) -> None:
+    weights = None if rank == 3 else "high_precision"
+    with _impatient():
+        net = built(How("mxfp8", weights, mesh=mesh_of("replicate", "shard"), **SMALL))
+        _refused(net, f"{HIGH} mxfp8()], and rank 3 has [0.up: ", PLAIN)
+
+
+@pytest.mark.parametrize("weights", ["high_precision", "quantized"])
+@on_ranks(2)
+def test_a_late_rank_changes_nothing(rank: int, weights: Any) -> None:
+    """The others gather once in high precision, and drop what arrives."""
+    net, twin = (built(How("mxfp8", weights, **SMALL)) for _ in range(2))
+    expected = twin(X)
+    with mock.patch.object(meeting, "SOON", 0.1), collectives() as seen:
+        if rank == 1:
+            time.sleep(0.4)
+        y = net(X)
+    with collectives() as usual:
+        twin(X)
+    assert torch.equal(y, expected)
+    kinds = [[one.kind for one in each].count("all_gather") for each in (seen, usual)]
+    assert kinds[0] == kinds[1] + 1, kinds
+    y.sum().backward()
+
+
+@on_ranks(2)
+def test_a_model_that_one_rank_did_not_convert(rank: int) -> None:
+    """That rank compares nothing. It gathers NaN from the others, until these say what is wrong."""
+    net = model(**SMALL) if rank else lpq.convert(model(**SMALL), "mxfp8", weights="high_precision")
+    fully_shard(net)  # in one unit
+    with _impatient():
+        if rank:
+            assert net(X).isnan().all()
+        else:
+            with pytest.raises(RuntimeError, match=r"has waited 2 s to compare .* or a model that was not converted"):
+                net(X)
 
 
 @on_ranks(2)
