@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lpq.nn.extended import Extension, class_before, extend, restore
 from lpq.nn.followed_norms import REPLACED
 from lpq.nn.norms import EncodingNorm
-from lpq.nn.stand_ins import Read, Trial, WithoutMode, aside, changed, numbers
+from lpq.nn.stand_ins import Read, Trial, aside, changed, numbers
 from lpq.operations.norm_kernels import gradient_threads
 from lpq.torch_private.hooks import global_hooks, hooks_of
 
@@ -237,7 +237,7 @@ class _Argument:
     __class__ = property(_is_decided_by)
 
 
-class _Called(WithoutMode):
+class _Called(nn.Module):
     """Takes the place of a child: it notes each call, and returns other numbers each time."""
 
     def __init__(
@@ -245,6 +245,7 @@ class _Called(WithoutMode):
     ) -> None:
         """``beside``: the values that it returns beside a tensor. ``calls``: the calls of all children, in order."""
         super().__init__()
+        del self.training  # as a ``StandIn``
         self.name, self.of, self.beside, self.outputs, self.calls = name, of, beside, outputs, calls
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

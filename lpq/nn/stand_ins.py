@@ -63,20 +63,12 @@ def _read_of_class(owner: type, name: str) -> Read:
     return Read(owner, name, value, _contents(value))
 
 
-class WithoutMode(nn.Module):
-    """Takes the place of a child. A trial does not note what is read of it: so a forward that asks for its mode, which
-    may change, raises."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.training
-
-
-class StandIn(WithoutMode):
+class StandIn(nn.Module):
     """Takes the place of a layer: it keeps its input and returns a given tensor."""
 
     def __init__(self, output: Tensor) -> None:
         super().__init__()
+        del self.training  # no trial notes who asks for its mode, which may change
         self.output, self.inputs = output, list[Any]()
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
