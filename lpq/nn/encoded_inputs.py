@@ -51,15 +51,6 @@ def input_buffers(title: str, plan: Plan, x: QuantizedTensor, needs_dw: bool, by
     return _buffers(x, "row", text, title), _buffers(x, "col", text, title) if needs_dw else ()
 
 
-def buffers_at_hand(plan: Plan, x: QuantizedTensor, needs_dw: bool, by_own: bool) -> Given | None:
-    """The buffers that a producer left for layers with this quantizer, without a check that is not a comparison; None
-    if there are none. ``by_own``: as for ``input_buffers``."""
-    record = x.operand_cache if by_own or "x" not in plan.remembered else None
-    if record is None or record[0] is not plan.x or (needs_dw and not record[2]):
-        return None
-    return record[1], record[2] if needs_dw else (), record[3]
-
-
 def describe_encoding(x: QuantizedTensor) -> str:
     """Describe how an input is encoded, in all that decides whether a layer takes it: ranks must have it alike."""
     operands = zip(("row", "column"), x.stored, strict=True)

@@ -20,7 +20,7 @@ from lpq.nn.norm_groups import Place
 from lpq.nn.shared_states import why_states_differ
 from lpq.nn.stand_ins import Trial, aside
 from lpq.torch_private.pytree import tree_leaves
-from lpq.torch_private.tensors import local_part
+from lpq.torch_private.tensors import local_part, version_of
 
 ROWS = 4
 ELSE = "something other than layers of lpq takes its output"
@@ -77,7 +77,7 @@ def followers(block: nn.Module) -> dict[str, Followers | str]:
         places = tuple((parent, own) for parent, own in takers if isinstance(parent._modules[own], Layer))
         others = len(places) < len(takers) or any(id(y) in uses.others for y in outputs)
         once = all(sum(place == other for other, _ in uses.takes) == 1 for place in places)
-        written = any(id(y) in uses.written for y in outputs)
+        written = any(version_of(y) for y in outputs)
         if norm.more or not outputs:
             by_norm[name] = MORE if norm.more else UNCALLED
         elif places:
@@ -112,14 +112,11 @@ class _Uses(Trial):
         super().__init__(device=device)
         self.takes: list[tuple[Place, Tensor]] = []
         self.others: dict[int, Tensor] = {}
-        self.written: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name not in DESCRIBE:
             self.note((args, kwargs))
-        if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__":
-            self.written.update({id(x): x for x in args[:1] if isinstance(x, Tensor)})
         return func(*args, **(kwargs or {}))
 
     def stand_for(self, parent: nn.Module, name: str, child: nn.Module) -> nn.Module | None:

@@ -16,13 +16,13 @@ from lpq.formats import Quantizer
 from lpq.kernels.table import kernels_allowed
 from lpq.nn import recomputed
 from lpq.nn.cached_weight import HeldWeight, turn_of_weight, weight_operands, write_stamp
-from lpq.nn.encoded_inputs import Given, buffers_at_hand, input_buffers
+from lpq.nn.encoded_inputs import Given, input_buffers
 from lpq.nn.exported import forward_of
 from lpq.nn.input_checks import check, check_accumulation, check_memories
 from lpq.nn.multiply import LayerCall, Multiplication, Prepared, Within
 from lpq.nn.observing import watch
 from lpq.nn.plan import Plan
-from lpq.nn.shared_states import EncodedBy
+from lpq.nn.shared_states import EncodedBy, buffers_at_hand
 from lpq.nn.stateful_layer import states_of
 from lpq.nn.step import Shapes, bind_few
 from lpq.nn.weighted_layer import WeightedLayer
@@ -90,7 +90,7 @@ class Layer(WeightedLayer):
             traced, needs_dw = torch.compiler.is_compiling(), torch.is_grad_enabled() and weight.requires_grad
             encoded = input.encoded_as(plan.x) if isinstance(input, WithValue) and input.beside else input
             by = EncodedBy.own(self, encoded) if "x" in plan.remembered and not traced else None
-            given = None if traced else buffers_at_hand(plan, encoded, needs_dw, by is not None)
+            given = None if traced else buffers_at_hand(plan, input, encoded, needs_dw, by is not None)
             if given is None:
                 other = encoded.quantizer != plan.x or (needs_dw and encoded.stored[1] is None)
                 if isinstance(input, WithValue) and (not traced or other or "x" in plan.remembered):

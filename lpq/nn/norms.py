@@ -414,6 +414,7 @@ def bind_norm(
     of_kernels = None if isinstance(kernels, str) else source
     again = [spec and column_encoder(norm, of_kernels, spec) for _, spec in (specs(group) for group, _ in encodings)]
     makes_later = any(again)
+    is_operand = any(encoding.col is not None and encoding.col.quantizer.plain for _, encoding in encodings)
 
     def encode(
         x: Tensor, residual: Tensor | None, columns: Sequence[Tensor], layers: Sequence[Sequence[Layer]]
@@ -432,6 +433,7 @@ def bind_norm(
         if compute is not None:
             ((*_, value),) = compute((x, *rows, *columns), (None,), (None,))
         made: list[Any] = []
+        version = None if x.is_inference() else version_of(x)
         kept: Sequence[Tensor] = ()
         if makes_later:
             kept = inputs_of_column(x, rows, columns)
@@ -449,7 +451,7 @@ def bind_norm(
             encoded: Any = WithValue(encoding.row.over(of_row), of_side, group.plan.x, shape, dtype)
             encoded.operand_cache = group.plan.x, of_row, of_col, None
             if encoder is not None:
-                encoded.operand_cache = group.plan.x, of_row, (*kept, *measured), ColumnOfNorm(encoder)
+                encoded.operand_cache = group.plan.x, of_row, (*kept, *measured), ColumnOfNorm(encoder, version)
             if state is not None or named is not None:
                 encoded.encoded_by = EncodedBy(own, shared or {}, measured, group.col, named)
             made.append(encoded)
@@ -458,9 +460,10 @@ def bind_norm(
             return unsafe_view(value, shape), x, rows  # no view to autograd: others may write to it
         first, *beside = made
         if others and value is not None:
-            first.source = value.view(shape)
+            whole = value.view(shape)
+            first.source = whole.clone if is_operand else whole  # others may write to it, for themselves
         else:
-            first.source = partial(value_of, norm, x, columns, None if x.is_inference() else version_of(x))
+            first.source = partial(value_of, norm, x, columns, version)
         first.beside = beside
         return first, x, rows
 

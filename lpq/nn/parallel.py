@@ -105,7 +105,7 @@ def multiply_parts(
     each pass. ``within``: as for ``Layer.forward``."""
     _compare_ranks(layer, input, weight, within is not None)
     grad, w, local, over = torch.is_grad_enabled(), weight.to_local(), local_part(input), None
-    by = EncodedBy.over_ranks(layer, local) if isinstance(local, QuantizedTensor) else None
+    by = EncodedBy.over_ranks(layer, input) if isinstance(local, QuantizedTensor) else None
     if isinstance(local, WithValue) and by is None:
         input = input.expand(input.shape)  # the value, which autograd knows
         local = local_part(input)

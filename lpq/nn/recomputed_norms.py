@@ -28,19 +28,32 @@ from lpq.torch_private.tensors import version_of
 def value_of(norm: NormKind, x: Tensor, columns: Sequence[Tensor], version: int | None) -> Tensor:
     """The output of a norm that has encoded it, for something that takes no operands in this pass. ``version``: of the
     input then; None: nobody counts its writes."""
-    if version is not None and version_of(x) != version:
-        raise RuntimeError(
-            f"the input of a norm, {list(x.shape)}, was written to, and then something other than layers of lpq took "
-            "the output, which is computed for it: write to a copy, or call lpq.unfuse on the block"
-        )
+    _check_unwritten(x, version, "something other than layers of lpq took the output, which is computed for it")
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False), on_device(x.device):
         return norm.compute(x.detach(), *columns)
+
+
+def _check_unwritten(x: Tensor, version: int | None, then: str) -> None:
+    if version is not None and version_of(x) != version:
+        raise RuntimeError(
+            f"the input of a norm, {list(x.shape)}, was written to, and then {then}: write to a copy, or call "
+            "lpq.unfuse on the block"
+        )
 
 
 class ColumnOfNorm(SharedColumn):
     """The column operand of a norm's output. Streams of a GPU have one each, as none waits for another."""
 
     stream: int = 0
+
+    def __init__(self, encoder: Encoder, version: int | None) -> None:
+        """``version``: of the input, as for ``value_of``. Autograd compares it once a layer keeps the input."""
+        super().__init__(encoder)
+        self.version = version
+
+    def check(self, x: Tensor, *_: Tensor) -> None:
+        """Check what a layer is to keep for backward, the input first."""
+        _check_unwritten(x, self.version, "a layer took the output, which backward computes for it again")
 
     def begin(self, begin: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor]) -> Any:
         stream = cuda.current_stream(tensors[0].get_device()) if tensors[0].is_cuda else 0

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lpq.formats import Quantizer
-from lpq.nn.plan import LayerBuffer
+from lpq.nn.encoded_inputs import Given
+from lpq.nn.plan import LayerBuffer, Plan
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.operations import remember
 from lpq.operations.cut import Cut
@@ -28,7 +30,7 @@ from lpq.operations.states import State
 from lpq.registry.showing import listed
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.with_value import WithValue
-from lpq.torch_private.tensors import local_part
+from lpq.torch_private.tensors import local_part, version_of
 
 
 def shared_state(layers: Sequence[StatefulLayer]) -> State | None:
@@ -74,9 +76,13 @@ class EncodedBy:
         return by if isinstance(by, cls) and by.over is None and _has(layer, by.state) else None
 
     @classmethod
-    def over_ranks(cls, layer: StatefulLayer, x: QuantizedTensor) -> EncodedBy | None:
-        """Return by what a producer encoded ``x`` for layers that ranks share out, among them this one. Compiled code
-        cannot tell whose state it was."""
+    def over_ranks(cls, layer: StatefulLayer, given: Tensor) -> EncodedBy | None:
+        """Return by what a producer encoded this rank's part of an input, for layers that ranks share out, among them
+        this one. Compiled code cannot tell whose state it was."""
+        x: Any = local_part(given)
+        counted = not (torch.compiler.is_compiling() or given.is_inference() or x.is_inference())
+        if isinstance(x, WithValue) and counted and (version_of(given) or version_of(x)):
+            raise x.written()
         for one in (x, *x.beside) if isinstance(x, WithValue) else (x,):
             by = one.encoded_by if not x.writes.count else None
             if isinstance(by, cls) and by.over is not None and layer in by.layers:
@@ -107,6 +113,22 @@ class EncodedBy:
         if col != self.col:  # this layer is frozen, and others are not
             remember(quantizer, local_state(self.state), [*measured], col=self.col)
         return col == self.col
+
+
+def buffers_at_hand(
+    plan: Plan, given: QuantizedTensor, x: QuantizedTensor, needs_dw: bool, by_own: bool
+) -> Given | None:
+    """The buffers that a producer left for layers with this quantizer, without a check that is not a comparison; None
+    if there are none. ``x`` is the encoding of the input ``given``, or one beside it. ``by_own``: as for
+    ``input_buffers``."""
+    if isinstance(given, WithValue) and not given.is_inference() and version_of(given):
+        raise given.written()
+    record = x.operand_cache if by_own or "x" not in plan.remembered else None
+    if record is None or record[0] is not plan.x or (needs_dw and not record[2]):
+        return None
+    if needs_dw and record[3] is not None:
+        record[3].check(*record[2])
+    return record[1], record[2] if needs_dw else (), record[3]
 
 
 def local_state(state: State) -> State:

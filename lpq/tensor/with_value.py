@@ -11,9 +11,10 @@ from torch import Tensor
 from lpq.formats.format import Quantizer, Storage
 from lpq.tensor.quantized_tensor import QuantizedTensor
 from lpq.torch_private.dispatch import schema_of
-from lpq.torch_private.pytree import tree_map
+from lpq.torch_private.pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
+FORMER = "would multiply its former values: write to a copy, or call lpq.unfuse on the block"
 SAME = aten.detach.default, aten.alias.default
 Value = Tensor | Callable[[], Tensor]
 """A tensor, or a function that computes it."""
@@ -40,6 +41,11 @@ class WithValue(QuantizedTensor):
             self.source = self.source()
         return self.source
 
+    def written(self) -> TypeError:
+        """The error where autograd has counted a write: to a view, as others are refused at once."""
+        what = f"the output of a norm that encodes it, {[*self.shape]},"
+        return TypeError(f"{what} was written to by way of a view, and layers {FORMER}")
+
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names, context = super().__tensor_flatten__()
         return [*names, "value"], context
@@ -63,11 +69,10 @@ class WithValue(QuantizedTensor):
             same.operand_cache, same.encoded_by, same.writes = t.operand_cache, t.encoded_by, t.writes
             same.beside = t.beside
             return same
-        if schema_of(func).is_mutable and isinstance(args[0], WithValue):
-            raise TypeError(
-                f"{func} would write to the output of a norm that encodes it, and layers would multiply its former "
-                "values: write to a copy, or call lpq.unfuse on the block"
-            )
+        if schema_of(func).is_mutable:
+            into = args[0], (kwargs or {}).get("out")
+            if any(isinstance(t, WithValue) for t in tree_leaves(into)):
+                raise TypeError(f"{func} would write to the output of a norm that encodes it, and layers {FORMER}")
         args, kwargs = tree_map(_value, args), tree_map(_value, kwargs or {})
         return func(*args, **kwargs)
 

@@ -260,7 +260,7 @@ def test_a_class_is_patched_later(cls: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "mxfp8"])
-@pytest.mark.parametrize("way", ["mask", "layer", "attention", "in place"])
+@pytest.mark.parametrize("way", ["mask", "layer", "attention", "in place", "in a list", "by a view", "for others"])
 def test_whatever_takes_the_output_of_a_norm_gets_it_as_it_was(way: str, recipe: str) -> None:
     """Code that no trial has seen takes the value: nothing decodes."""
     plain, net = pair(Attending, recipe)
@@ -275,8 +275,14 @@ def test_whatever_takes_the_output_of_a_norm_gets_it_as_it_was(way: str, recipe:
             attention.forward = lambda x, mask, attention=attention: attention.q(x) + x.cumsum(1)
         elif way == "in place":
             attention.forward = lambda x, mask, attention=attention: attention.q(x.add_(1))
-    if way == "in place":
-        with pytest.raises(TypeError, match="would write to the output of a norm"):
+        elif way == "in a list":
+            attention.forward = lambda x, mask, attention=attention: torch._foreach_add_([x], 1) or attention.q(x)
+        elif way == "by a view":
+            attention.forward = lambda x, mask, attention=attention: x[..., :8].add_(1).sum() + attention.q(x)
+        elif way == "for others":
+            attention.forward = lambda x, mask, attention=attention: attention.q(x) + x[..., :8].add_(1).sum()
+    if way in ("in place", "in a list", "by a view"):
+        with pytest.raises(TypeError, match=r"the output of a norm .* layers? would multiply its former values"):
             step(net[0], mask)
         return
     if way != "mask" and recipe == "fp8-delayed":

@@ -303,6 +303,20 @@ def test_the_input_of_the_norm_may_not_be_written_to() -> None:
         y.sum().backward()
 
 
+def test_the_input_of_a_frozen_norm_may_not_be_written_to_before_a_layer_takes_the_output() -> None:
+    """Such a norm keeps nothing for itself, and the layer keeps the input only then."""
+    fused = model(f"{CURRENT}, {SAVED}", True)[0]
+    fused.norm.requires_grad_(False)
+    x = given()
+    y = fused.norm(x)
+    fused.q(y)
+    x.add_(1)
+    with torch.no_grad():
+        fused.k(y)  # which has no backward
+    with pytest.raises(RuntimeError, match=r"input of a norm, \[2, 32, 64\], was written to, and then a layer took"):
+        fused.k(y)
+
+
 @pytest.mark.parametrize("run", [plainly, recomputed])
 def test_before_a_fused_block(run: Run) -> None:
     found = []

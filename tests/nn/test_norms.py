@@ -335,3 +335,18 @@ def test_a_second_derivative_is_refused(kind: str) -> None:
     with pytest.raises(RuntimeError, match="a norm that encodes its output has no second derivative"):
         torch.autograd.grad(y, x, create_graph=True)
     assert torch.autograd.grad(y, x)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fprop=mxfp8, dgrad=mxfp8, wgrad=bf16"])
+def test_what_others_write_to_the_output_reaches_no_operand(recipe: str) -> None:
+    """The column operand of bf16 is the output itself."""
+    grads = []
+    for write in (Tensor.add, Tensor.add_):
+        _, fused = pair(recipe)
+        fused.norm.serves_others = True
+        y = fused.norm(given().requires_grad_())
+        z = fused.q(y)
+        assert torch.equal(write(y[..., :8], 1), y[..., :8] + (write is Tensor.add))
+        z.sum().backward()
+        grads.append(fused.q.weight.grad)
+    assert equal(grads[:1], grads[1:])
