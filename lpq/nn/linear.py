@@ -92,7 +92,7 @@ class Layer(WeightedLayer):
             by = EncodedBy.own(self, encoded) if "x" in plan.remembered and not traced else None
             given = None if traced else buffers_at_hand(plan, input, encoded, needs_dw, by is not None)
             if given is None:
-                other = encoded.quantizer != plan.x or (needs_dw and encoded.stored[1] is None)
+                other = encoded.quantizer.text != plan.x.text or (needs_dw and encoded.stored[1] is None)
                 if isinstance(input, WithValue) and (not traced or other or "x" in plan.remembered):
                     return self.forward(input.expand(input.shape), within)  # the value, which autograd knows
                 check(self, input, weight)

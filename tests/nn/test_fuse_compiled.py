@@ -52,6 +52,16 @@ def test_attention_alone_is_compiled(recipe: str, encodings: int, fused_passes: 
     assert added == [False, True] * 2
 
 
+@pytest.mark.starts
+def test_compiled_for_any_size_it_takes_what_the_norm_has_encoded() -> None:
+    """Then the compiler takes numbers among the options of a quantizer for sizes, too, and compares none."""
+    torch.compiler.reset()
+    plain, net = model(recipe="fp8-current"), lpq.fuse(model(recipe="fp8-current"))
+    for layer in net.model.layers:
+        layer.self_attn.compile(backend="aot_eager", dynamic=True)
+    assert equal(step(net), step(plain))
+
+
 COMPILED = {
     # the part of a layer that is compiled: the encodings of its two norms, and the norm that encodes nothing
     "self_attn": (1, "input_layernorm"),
