@@ -6,10 +6,12 @@ and what modules keep. What fails in one rank ends all of them.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import signal
@@ -60,13 +62,17 @@ class RankError(Exception):
 def context() -> Any:
     """How processes are started.
 
-    To import torch takes one some seconds. So these are forked from one that imported it and does nothing else; but
-    where there are GPUs, as a process that was forked may have none.
+    To import torch takes one some seconds. So these are forked from one that imported it, and did what
+    ``preloaded.py`` does; but where there are GPUs they are new, as a process that was forked may have none.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each would start processes that import torch
-    multiprocessing.set_forkserver_preload(IMPORTED)
-    return torch.multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")  # type: ignore[no-untyped-call]
+    if torch.cuda.is_available():
+        return torch.multiprocessing.get_context("spawn")  # type: ignore[no-untyped-call]
+    multiprocessing.set_forkserver_preload([*IMPORTED, "preloaded"])
+    with contextlib.chdir(Path(__file__).parent):  # it looks for that module in the folder where it starts
+        multiprocessing.forkserver.ensure_running()
+    return torch.multiprocessing.get_context("forkserver")  # type: ignore[no-untyped-call]
 
 
 # ---------------------------------------------------------------------------------- in a rank

@@ -1,0 +1,35 @@
+"""What the process that ranks and commands are forked from has done before it forks: each of them would do it again.
+
+It is imported after the modules of ``pool.IMPORTED``, and starts no thread that goes on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+from contextlib import suppress
+
+import torch
+from torch._dynamo.utils import counters
+from tqdm import tqdm
+
+SELDOM = 20_000
+"""New objects after which garbage is searched for, as in the process that runs the tests: after 700, as is usual, the
+searches take a twentieth of a rank's time."""
+
+
+def compile_once() -> None:
+    """Compile a layer: the first time in a process takes a second, mostly for modules and tables of the compiler."""
+    tqdm.monitor_interval = 0  # or its thread waits for the next bar
+    layer = torch.compile(torch.nn.Linear(8, 8))
+    layer(torch.ones(2, 8)).sum().backward()
+    torch.compiler.reset()
+    counters.clear()
+
+
+gc.set_threshold(SELDOM)
+with suppress(Exception):  # without a compiler of C++ the tests that compile tell of it
+    compile_once()
+gc.collect()
+gc.freeze()
+atexit.register(gc.unfreeze)  # libraries count what is left of theirs
