@@ -84,11 +84,26 @@ struct Elements {
 
     // Make row i of each output of row i of each input matrix. Outside of the matrix the words are zero.
     __device__ __forceinline__ void compute(int i, const u32 (&inputs)[MATRICES][WORDS], u32 (&w)[OUTPUTS][WORDS]) const {
-        float made[OUTPUTS][8];
         float of_row[OF_ROW ? OF_ROW : 1];
 #pragma unroll
         for (int k = 0; k < OF_ROW; ++k)
             of_row[k] = inside(i) ? ((const float*)in.of[MATRICES + k])[t.row + i] : 0.0f;
+        float made[OUTPUTS][8];
+        if (make<Computed>(inputs, of_row, made)) make<typename sources::Rare<Computed>::Other>(inputs, of_row, made);
+#pragma unroll
+        for (int k = 0; k < OUTPUTS; ++k)
+#pragma unroll
+            for (int j = 0; j < WORDS; ++j)
+                w[k][j] = !inside(i) ? 0 : PER_WORD == 1 ? __float_as_uint(made[k][j])
+                                                        : rounded(made[k][2 * j % 8], made[k][(2 * j + 1) % 8]);
+    }
+
+    // Whether an element is one for which another source computes.
+    template <class Source>
+    __device__ __forceinline__ bool make(
+        const u32 (&inputs)[MATRICES][WORDS], const float* of_row, float (&made)[OUTPUTS][8]
+    ) const {
+        bool rare = false;
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             float x[MATRICES], of[OF_COL ? OF_COL : 1], y[OUTPUTS];
@@ -96,16 +111,12 @@ struct Elements {
             for (int k = 0; k < MATRICES; ++k) x[k] = value(inputs[k], j);
 #pragma unroll
             for (int k = 0; k < OF_COL; ++k) of[k] = of_col[k][j];
-            Computed::compute(x, of_row, of, y);
+            Source::compute(x, of_row, of, y);
+            rare |= sources::Rare<Source>::is(x);
 #pragma unroll
             for (int k = 0; k < OUTPUTS; ++k) made[k][j] = y[k];
         }
-#pragma unroll
-        for (int k = 0; k < OUTPUTS; ++k)
-#pragma unroll
-            for (int j = 0; j < WORDS; ++j)
-                w[k][j] = !inside(i) ? 0 : PER_WORD == 1 ? __float_as_uint(made[k][j])
-                                                        : rounded(made[k][2 * j % 8], made[k][(2 * j + 1) % 8]);
+        return rare;
     }
 };
 

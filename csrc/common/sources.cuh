@@ -26,12 +26,32 @@ __device__ __forceinline__ float nearest(float x) { return PER_WORD == 1 ? x : e
 
 // Activation functions, as torch computes them and what their gradients are made of, of one element.
 
-struct Silu {
+struct AnySilu {
     const float x, below;
-    __device__ __forceinline__ Silu(float x) : x(x), below(1.0f + expf(-x)) {}
+    __device__ __forceinline__ AnySilu(float x) : x(x), below(1.0f + expf(-x)) {}
     __device__ __forceinline__ float value() const { return x / below; }
     __device__ __forceinline__ float backward(float dy) const {
         const float sigmoid = __frcp_rn(below);
+        return dy * sigmoid * fmaf(x, 1.0f - sigmoid, 1.0f);
+    }
+};
+
+// The same for an x that is no NaN and more than -34, with both quotients from one reciprocal and without a branch, by which the
+// elements of a thread would wait for each other. The quotients are rounded correctly: that of x by Markstein's theorem where
+// the rest has all its bits. Elsewhere the divisor is 2 or 1, and the product is exact or what a division by 2 rounds to.
+struct Silu {
+    const float x;
+    float sigmoid, quotient;
+    __device__ __forceinline__ Silu(float x) : x(x) {
+        const float below = 1.0f + expf(-x);  // less than 2^50
+        float near;
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(below));
+        sigmoid = fmaf(near, fmaf(-below, near, 1.0f), near);
+        const float product = x * sigmoid, rest = fmaf(-product, below, x);
+        quotient = fabsf(x) > 0x1p-64f && x < 0x1p64f ? fmaf(rest, sigmoid, product) : product;
+    }
+    __device__ __forceinline__ float value() const { return quotient; }
+    __device__ __forceinline__ float backward(float dy) const {
         return dy * sigmoid * fmaf(x, 1.0f - sigmoid, 1.0f);
     }
 };
@@ -127,6 +147,20 @@ template <class Gated>
 struct Halves : Gated {
     static constexpr int HALVES = 2;
 };
+
+// Where a source is not meant for every x, the elements for which another one computes.
+template <class Source>
+struct Rare {
+    typedef Source Other;
+    static __device__ __forceinline__ bool is(const float*) { return false; }
+};
+template <template <class> class Of>
+struct Rare<Of<Silu>> {
+    typedef Of<AnySilu> Other;
+    static __device__ __forceinline__ bool is(const float* x) { return !(x[0] > -34.0f); }
+};
+template <class Gated>
+struct Rare<Halves<Gated>> : Rare<Gated> {};
 
 // x; the factor of its row -> the normalized element times the weight of its column.
 template <bool OFFSET, bool ROUNDS>
