@@ -149,6 +149,7 @@ OF: Mapping[str, Callable[[Sequence[Training]], str]] = {
     "beside": beside_searched,
     "beside-32": partial(beside_searched, policy="searched-32"),
     "half-way": partial(within_time, policy="searched-5m"),
+    "faster": partial(within_time, policy="searched-5m-faster"),
     "slower": partial(within_time, policy="searched-5m-slower"),
 }
 """What a marked place may show."""
