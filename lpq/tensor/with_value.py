@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -45,6 +46,13 @@ class WithValue(QuantizedTensor):
         """The error where autograd has counted a write: to a view, as others are refused at once."""
         what = f"the output of a norm that encodes it, {[*self.shape]},"
         return TypeError(f"{what} was written to by way of a view, and layers {FORMER}")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be pickled, and copied by ``copy``, as the tensor that autograd knows, which no encoding has rounded."""
+        return self.expand(self.shape).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return deepcopy(self.expand(self.shape), memo)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names, context = super().__tensor_flatten__()

@@ -350,3 +350,20 @@ def test_what_others_write_to_the_output_reaches_no_operand(recipe: str) -> None
         z.sum().backward()
         grads.append(fused.q.weight.grad)
     assert equal(grads[:1], grads[1:])
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda y: pickle.loads(pickle.dumps(y))])
+def test_a_copy_of_the_output_is_the_output_and_not_what_its_codes_decode_to(copied: Any) -> None:
+    plain, fused = pair("mxfp8")
+    with torch.no_grad():
+        y, expected = fused.norm(given()), plain.norm(given())
+    assert isinstance(y, QuantizedTensor)
+    assert type(copied(y)) is Tensor
+    assert torch.equal(copied(y), expected)
+    assert not torch.equal(y.dequantize(), expected)
+    y = fused.norm(given().requires_grad_())
+    if copied is copy.deepcopy:
+        with pytest.raises(RuntimeError, match="graph leaves"):
+            copied(y)
+    else:
+        assert copied(y).requires_grad
