@@ -15,7 +15,7 @@ SUBJECTS = {
         "kernels/triton/norms.py kernels/triton/produce.py kernels/triton/sources.py nn/adopted_norms.py "
         "nn/followed_norms.py nn/fused_blocks.py nn/fused_mlp.py nn/halves.py nn/norm_functions.py nn/norm_groups.py "
         "nn/norms.py nn/parallel_mlp.py nn/parallel_norms.py nn/recomputed_norms.py nn/residual_layers.py "
-        "nn/shared_states.py nn/stand_ins.py operations/line_amaxes.py operations/norm_choice.py "
+        "nn/shared_states.py nn/stand_ins.py nn/unwrapping.py operations/line_amaxes.py operations/norm_choice.py "
         "operations/norm_kernels.py operations/norm_programs.py operations/norms.py operations/produced_programs.py "
         "operations/produced_tiles.py operations/producer.py operations/source.py operations/tile_program.py "
         "tensor/with_value.py"

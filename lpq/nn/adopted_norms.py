@@ -75,7 +75,7 @@ def adopt(
 def release(module: EncodingNorm) -> None:
     """Make an adopted norm what it was, and have another one encode nothing."""
     if isinstance(module, AdoptedNorm):
-        restore(module, "lpq_norm", "lpq_reads", "_calls", "consumers", "places", "serves_others")
+        restore(module, "lpq_norm", "lpq_reads", "lpq_traced", "_calls", "consumers", "places", "serves_others")
     else:
         module.consumers, module.places, module.serves_others = (), (), False
 

@@ -27,11 +27,11 @@ from lpq.nn.sharded_weights import Weights, check_options, check_weights, prepar
 from lpq.nn.siblings import SharedInputs
 from lpq.nn.stages import Stages, last_change
 from lpq.nn.stateful_layer import StatefulLayer
+from lpq.nn.unwrapping import inside_of
 from lpq.nn.wanted import Accumulate
 from lpq.recipes import Include, Policy, PolicyLike, Steps
 from lpq.registry.errors import suggestion
 from lpq.registry.warning import warn
-from lpq.torch_private.wrappers import WRAPPED
 
 RECORD = "lpq_conversion"
 BEFORE = "lpq_before"
@@ -174,7 +174,7 @@ def _inner_of(module: nn.Module) -> nn.Module | None:
     elif isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
         inner = module.module
     else:
-        inner = next((module._modules[name] for name in WRAPPED if name in module._modules), None)
+        inner = inside_of(module)
     return inner if isinstance(inner, nn.Module) and inner is not module else None
 
 

@@ -50,8 +50,8 @@ def check_extended(module: Any) -> None:
     kind, base = module.lpq_bases
     if type(module) is not _subclass(kind, base):
         raise RuntimeError(
-            f"a {base.__name__} that lpq extended has become a {type(module).__name__} since, as by fully_shard: "
-            "call lpq.unfuse or lpq.restore before that"
+            f"a {base.__name__} that lpq extended has become a {type(module).__name__} since, as by fully_shard or "
+            "a parametrization: call lpq.unfuse or lpq.restore before that"
         )
 
 

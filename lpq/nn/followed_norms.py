@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from lpq.nn.adopted_norms import norm_of
 from lpq.nn.extended import class_before
 from lpq.nn.grouped_linear import GroupedLayer
 from lpq.nn.linear import Layer
-from lpq.nn.norm_groups import Place
+from lpq.nn.norm_groups import Place, places_in
 from lpq.nn.shared_states import why_states_differ
-from lpq.nn.stand_ins import Trial, aside
+from lpq.nn.stand_ins import ReplacedForward, Trial, aside
+from lpq.nn.unwrapping import children_inside
 from lpq.torch_private.pytree import tree_leaves
 from lpq.torch_private.tensors import local_part, version_of
 
@@ -28,6 +30,7 @@ UNCALLED = "its block computes without calling it, as by a kernel that is given 
 MORE = "its block calls it with more than its input, as with a gate, and only a norm of its input alone is encoded"
 AGAIN = "it runs twice in its block, or a layer that takes its output does, or its output is written to"
 REPLACED = "the forward of its block was replaced on the object: call lpq.fuse again without that"
+REPLACED_INSIDE = "the forward of a module in its block was replaced on the object: call lpq.fuse again without that"
 DESCRIBE = ("__get__", "size", "dim", "numel")
 """The names of functions that read no element: attributes of a tensor, and methods."""
 MOVE = "; if it has kernels for a GPU alone, call lpq.fuse again once the model is there"
@@ -46,10 +49,10 @@ def followers(block: nn.Module) -> dict[str, Followers | str]:
     """For each norm of a block itself, by its name, the layers that take its output; or why its output is not to be
     encoded. A block that holds others, or embeds tokens, has none."""
     inside = [m for m in block.modules() if m is not block]
-    if any(isinstance(m, nn.Embedding | nn.ModuleList) for m in inside):
+    if any(isinstance(m, nn.Embedding | nn.ModuleList) and not isinstance(m, ParametrizationList) for m in inside):
         return {}
     widths = {m.in_features for m in inside if isinstance(m, Layer) and not isinstance(m, GroupedLayer)}
-    children = [(name, m, m._parameters.get("weight")) for name, m in block.named_children()] if widths else []
+    children = [(name, m, m._parameters.get("weight")) for name, m in children_inside(block).items() if m is not None]
     norms = {name: m for name, m, w in children if w is not None and w.shape[-1:] and w.shape[-1] in widths}
     norms = {name: m for name, m in norms.items() if norm_of(m) is not None}
     if not norms or "forward" in vars(block):
@@ -57,11 +60,13 @@ def followers(block: nn.Module) -> dict[str, Followers | str]:
     with aside():
         inputs = _inputs(block, next(iter(norms.values())))
     for x, beside in inputs:
-        uses = _Uses(device=x.device)
+        uses = _Uses(block, device=x.device)
         try:
             like = uses.copy(block, uses.stand_for)
             with uses:
                 out = class_before(block).forward(like, x, **beside)
+        except ReplacedForward:
+            return dict.fromkeys(norms, REPLACED_INSIDE)
         except Exception as error:  # other code's, which may raise anything on such an input
             why = f"{UNKNOWN}: on {x.device.type} it raises {type(error).__name__}{MOVE * (x.device.type == 'cpu')}"
         else:
@@ -74,14 +79,14 @@ def followers(block: nn.Module) -> dict[str, Followers | str]:
         norm = like._modules[name]
         outputs = norm.outputs
         takers = [place for place, x in uses.takes if any(x is y for y in outputs)]
-        places = tuple((parent, own) for parent, own in takers if isinstance(parent._modules[own], Layer))
+        places = tuple(place for place in takers if isinstance(place[-1][2], Layer))
         others = len(places) < len(takers) or any(id(y) in uses.others for y in outputs)
         once = all(sum(place == other for other, _ in uses.takes) == 1 for place in places)
         written = any(version_of(y) for y in outputs)
         if norm.more or not outputs:
             by_norm[name] = MORE if norm.more else UNCALLED
         elif places:
-            layers = [parent.get_submodule(own) for parent, own in places]
+            layers = [place[-1][2] for place in places]
             differ = why_states_differ([m for m in layers if isinstance(m, Layer) and m.passes.plan is not None])
             clean = once and not written and len(outputs) == 1
             by_norm[name] = (differ or Followers(places, others)) if clean else AGAIN
@@ -108,8 +113,9 @@ def _inputs(block: nn.Module, norm: nn.Module) -> list[tuple[Tensor, dict[str, A
 class _Uses(Trial):
     """The tensors that layers were given, and those that anything else was given."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, block: nn.Module, device: torch.device) -> None:
         super().__init__(device=device)
+        self.places = {place[-1][:2]: place for place in places_in(block)}
         self.takes: list[tuple[Place, Tensor]] = []
         self.others: dict[int, Tensor] = {}
 
@@ -123,7 +129,7 @@ class _Uses(Trial):
         if isinstance(child, GroupedLayer):
             return _Experts(self)
         if isinstance(child, nn.Linear | Layer):
-            return _Linear((parent, name), child, self)
+            return _Linear(self.places[parent, name], child, self)
         return None if norm_of(child) is None else _Norm(child)
 
     def note(self, values: Any) -> None:

@@ -15,19 +15,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lpq.nn.adopted_norms import adopt, norm_of, release
-from lpq.nn.extended import Extension, class_before, extend, restore
+from lpq.nn.adopted_norms import AdoptedNorm, adopt, norm_of, release
+from lpq.nn.extended import Extension, check_extended, class_before, extend, restore
 from lpq.nn.first_argument import Model, check_model
 from lpq.nn.followed_norms import followers
 from lpq.nn.fused_experts import FusedExperts, Gate, activated, why_as_before
 from lpq.nn.fused_mlp import SwiGLU, kind_of, mlp, why_apart
 from lpq.nn.halves import activate
 from lpq.nn.names import plain_name
-from lpq.nn.norms import AUTOCAST, EncodingNorm
+from lpq.nn.norm_groups import REPLACED as REPLACED_SINCE
+from lpq.nn.norms import AUTOCAST, NO_WEIGHT, EncodingNorm
 from lpq.nn.reports import Entry
 from lpq.nn.residual_layers import ResidualLayer, extend_residual, release_residual, who_adds
 from lpq.nn.stand_ins import Read, StandIn, Trial, aside, changed, numbers
 from lpq.nn.stateful_layer import StatefulLayer
+from lpq.nn.unwrapping import unwrapped
 from lpq.operations.source import ACTIVATIONS
 from lpq.registry.showing import listed
 from lpq.torch_private.hooks import has_hooks
@@ -50,7 +52,6 @@ SIZES = "in_features", "out_features"
 TOKENS = 2**14
 """Tokens of a sequence, of which each rank has whole blocks, as far as that can be."""
 REPLACED = "its forward was replaced on the object"
-REPLACED_SINCE = f"{REPLACED} since, and may compute something else: call lpq.fuse again without that"
 SINCE = "lpq.fuse has not looked at it as it is now: call lpq.fuse again"
 COMPILED = "; compiled code computes it as before, and the compiler fuses it in its own way"
 """The end of a note."""
@@ -100,6 +101,8 @@ def layers_of(block: FusedBlock) -> tuple[nn.Module, ...]:
 def _why_changed(block: FusedBlock) -> str | None:
     """Why ``mlp`` no longer stands for a block, whatever its layers are; None if it does."""
     before, down, _, behind, _, children, reads = block.lpq_parts
+    if "forward" in vars(block):
+        return REPLACED_SINCE
     names = *before, down, behind
     if children != block._modules:
         now = {name: child for name, child in block._modules.items() if children.get(name) is not child}
@@ -131,21 +134,23 @@ def fuse(model: Model) -> Model:
     for module in list(model.modules()):
         if isinstance(module, FusedExperts):
             module.gate = _gate(module)
-        if isinstance(module, FusedBlock) and _why_changed(module) is not None:
+        if isinstance(module, FusedBlock) and _why_changed(module) not in (None, REPLACED_SINCE):
             _release(module)
+        if isinstance(module, EncodingNorm) and module.block is not None and not module.in_block():
+            release(module)
         parts = find_parts(module)
         if isinstance(parts, BlockParts):
             extend(module, FusedBlock)
             module.__dict__["lpq_parts"] = parts
     for module in list(model.modules()):
         for name, result in followers(module).items():
-            norm = module.get_submodule(name)
+            norm = unwrapped(module.get_submodule(name))
             if isinstance(norm, EncodingNorm) and norm.consumers:
-                if not norm.places:
-                    continue  # its author has named the layers
+                if not norm.places or "forward" in vars(norm):
+                    continue  # its author has named the layers, or the forward that calls ours would lose it
                 release(norm)
             if not isinstance(result, str) and (kind := norm_of(norm)) is not None:
-                layers = tuple(parent.get_submodule(own) for parent, own in result.places)
+                layers = tuple(place[-1][2] for place in result.places)
                 adopt(norm, kind, layers, *result)  # type: ignore[arg-type]
         extend_residual(module)
     return model
@@ -163,6 +168,14 @@ def unfuse(model: Model) -> Model:
         model: The model that ``fuse`` got, or a part of it.
     """
     check_model(model)
+    for name, module in model.named_modules():
+        if isinstance(module, FusedBlock | ResidualLayer | AdoptedNorm):
+            check_extended(module)
+            if "forward" in vars(module):
+                raise RuntimeError(
+                    f"{name or 'the model'}: {REPLACED} since, and may call what lpq.fuse made: take that away before. "
+                    "accelerate.hooks.remove_hook_from_module leaves a forward there: `del module.forward` ends it"
+                )
     for module in list(model.modules()):
         module.__dict__.pop(FUSED, None)
         if isinstance(module, FusedExperts):
@@ -234,7 +247,7 @@ def notes(model: nn.Module) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
             note = "; ".join(filter(None, (note, *later, sums.get(id(module)))))
         if reason is None and "forward" in vars(module):
             reason = REPLACED_SINCE
-        note += COMPILED * any(layer.passes.traced for layer in _converted(module))
+        note += COMPILED * _was_traced(module)
         (fused if reason is None else apart).append(Entry(name, kind, reason or note))
     return tuple(fused), tuple(apart)
 
@@ -269,10 +282,11 @@ def _made_later(norm: EncodingNorm, name: str) -> list[str]:
     return notes
 
 
-def _converted(module: nn.Module) -> list[StatefulLayer]:
-    """The converted layers of a block, or behind a norm."""
-    layers = module.consumers if isinstance(module, EncodingNorm) else module.modules()
-    return [layer for layer in layers if isinstance(layer, StatefulLayer)]
+def _was_traced(module: nn.Module) -> bool:
+    """Whether a compiler has traced a pass of a block or a norm."""
+    if isinstance(module, EncodingNorm):
+        return module.lpq_traced
+    return any(layer.passes.traced for layer in module.modules() if isinstance(layer, StatefulLayer))
 
 
 def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
@@ -303,13 +317,15 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
             yield name, module, parts if isinstance(parts, str) else SINCE
         else:
             for own, result in followers(module).items():
-                why[id(module.get_submodule(own))] = result if isinstance(result, str) else SINCE
+                why[id(unwrapped(module.get_submodule(own)))] = result if isinstance(result, str) else SINCE
 
 
 def _why_plain(norm: EncodingNorm, name: str, gathered: Collection[nn.Module]) -> str | None:
     """Why a norm encodes nothing. A layer is called by its name in the block, by which norms of all blocks share a
     line."""
-    weight: Any = norm._parameters["weight"]
+    weight: Any = norm._parameters.get("weight")
+    if weight is None:
+        return NO_WEIGHT
     device = "cpu" if weight.is_meta else weight.device
     like = torch.empty((), dtype=weight.dtype, device=device).expand(1, TOKENS, weight.shape[0])
     reason = norm.why_not(like if any(layer.layouts is not None for layer in norm.consumers) else like[0, :1], gathered)

@@ -22,7 +22,17 @@ from torch import Tensor, nn
 from lpq import registry
 from lpq.kernels.table import kernels_allowed
 from lpq.nn.linear import Layer
-from lpq.nn.norm_groups import ConsumerGroup, Place, encode_alone, groups_of
+from lpq.nn.norm_groups import (
+    ELSEWHERE,
+    HOOKED,
+    REPLACED,
+    REPLACED_BEHIND,
+    BeforeLayers,
+    ConsumerGroup,
+    encode_alone,
+    groups_of,
+    why_another,
+)
 from lpq.nn.plan import Plan
 from lpq.nn.recomputed_norms import ColumnOfNorm, column_encoder, inputs_of_column, value_of
 from lpq.nn.shared_states import EncodedBy, local_state, shared_state
@@ -38,6 +48,7 @@ from lpq.operations.part_encoders import bind_part
 from lpq.operations.produced_tiles import Produced, aligned
 from lpq.operations.producer import Output, Producer, bind_producer, kernels_of, why_apart
 from lpq.tensor.with_value import WithValue
+from lpq.torch_private.compiling import once_when_traced
 from lpq.torch_private.dispatch import autocasts
 from lpq.torch_private.hooks import hooks_before, hooks_behind, may_see_input, others_hang
 from lpq.torch_private.operators import unsafe_view
@@ -57,11 +68,9 @@ NO_CONSUMERS = "it knows no layer that takes its output"
 WATCHED = "a compiler, a dispatch mode or a transform watches it, or its input is no ordinary tensor"
 AUTOCAST = "autocast is on"
 NO_WEIGHT = "its weight is no ordinary parameter"
-HOOKED = "a forward hook looks at its output, or is called with a module that gets it"
-MOVED = "a layer that took its output was replaced since: call lpq.fuse again"
 
 
-class EncodingNorm(nn.Module):
+class EncodingNorm(BeforeLayers):
     """A norm that encodes its output for the layers that take it.
 
     It extends a class of modules with a ``weight``, and perhaps a ``bias``, over the last dimension: derive a subclass
@@ -73,15 +82,10 @@ class EncodingNorm(nn.Module):
         """How that class computes."""
         raise NotImplementedError
 
-    consumers: tuple[Layer, ...] = ()
-    """The layers that take the output encoded. They are no submodules."""
-    serves_others: bool = False
-    """Whether something else takes the output, too: it gets the output in high precision, from the same run."""
-    places: tuple[Place, ...] = ()
-    """Where each of them was found, if it was; the norm encodes as long as it is there, as an adapter around it would
-    take the output as well."""
     lpq_reads: tuple[Read, ...] = ()
     """The attributes by which the other class computes ``norm``."""
+    lpq_traced: bool = False
+    """Whether a compiler has traced a pass of the norm, in which it encodes nothing."""
     _calls: dict[object, _Call]
     """The bound calls by the kind of a pass; under ``None``, the call of the last pass."""
 
@@ -101,7 +105,9 @@ class EncodingNorm(nn.Module):
                 return self.forward(*args, residual=residual, with_sum=with_sum, **others)
         with_sum = with_sum or residual is not None
         bound = None
-        if not torch.compiler.is_compiling() and self.consumers and len(args) == 1 and not others:
+        if torch.compiler.is_compiling():
+            self._note_traced()
+        elif self.consumers and len(args) == 1 and not others:
             if residual is not None and not _adds(*args, residual):
                 args, residual = (args[0] + residual,), None
             call = self._call(*args, adds=residual is not None)
@@ -128,6 +134,11 @@ class EncodingNorm(nn.Module):
             y = EncodedNorm.apply(x, weight, bias, bound, layers, residual, with_sum)  # type: ignore[no-untyped-call]
         return y if over is None else laid_out(over, whole, y)
 
+    @once_when_traced
+    def _note_traced(self) -> bool:
+        self.lpq_traced = True
+        return True
+
     def _is_high(self, x: Any, residual: Tensor | None) -> bool:
         """Whether autocast is on for a norm of ``x``, or of its sum with a residual, which is in fp32 as the parameters
         are: it computes the same without autocast then."""
@@ -147,13 +158,6 @@ class EncodingNorm(nn.Module):
         return self._call(x, gathered).why_not
 
     @property
-    def groups(self) -> list[ConsumerGroup]:
-        """The layers that take its output encoded, by what they take."""
-        alone = encode_alone(self.places, self.consumers)
-        plans = [None if layer in alone else layer.passes.plan for layer in self.consumers]
-        return groups_of(plans, [True] * len(plans))
-
-    @property
     def why_unfit(self) -> str | None:
         """Why it did not encode its output for the input of the last pass, whatever the layers are. Nobody can tell
         before a pass."""
@@ -164,6 +168,11 @@ class EncodingNorm(nn.Module):
         if not self.consumers:
             return _Call(NO_CONSUMERS)
         calls: dict[object, _Call] = self.__dict__.setdefault("_calls", {})
+        if "forward" in vars(self):
+            return _Call(REPLACED)
+        block = self.places[0][0][0] if self.places else None
+        if block is not None and self not in block._modules.values() and not self.in_block():
+            return _Call(ELSEWHERE)
         if hooks_behind(self) and others_hang(self, hooks_behind):
             return _Call(HOOKED)
         if self.lpq_reads and (name := changed(self.lpq_reads)) is not None:
@@ -171,13 +180,15 @@ class EncodingNorm(nn.Module):
         trained, plans, own, shared, over = list[bool](), [], self._parameters.get("weight"), False, list[object]()
         if not can_bypass_dispatcher(x if type(x) in ORDINARY else local_part(x)):
             return _Call(AUTOCAST, of_input=True) if autocasts() else _Call(WATCHED)
-        for (module, name), layer in zip(self.places, self.consumers, strict=False):
-            if module._modules.get(name) is not layer:
-                return _Call(MOVED)
-            # Hooks of the block around the norm are called before it, or behind all of it.
-            hooked = (hooks_before(module) or hooks_behind(module)) and self not in module._modules.values()
-            if hooked and may_see_input(module):
-                return _Call(HOOKED)
+        for place, layer in zip(self.places, self.consumers, strict=False):
+            for module, name, child in place:
+                now = module._modules.get(name)
+                if now is not child and (why := why_another(now, child)) is not None:
+                    return _Call(why)
+                if "forward" in vars(child):
+                    return _Call(REPLACED_BEHIND)
+                if child is not layer and (hooks_before(child) or hooks_behind(child)) and may_see_input(child):
+                    return _Call(HOOKED)
         alone = encode_alone(self.places, self.consumers) if self.places else ()
         for layer in self.consumers:
             weight = layer._parameters.get("weight")

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from lpq.nn.extended import Extension, class_before, extend, restore
 from lpq.nn.followed_norms import REPLACED
-from lpq.nn.norms import EncodingNorm
+from lpq.nn.norms import NO_WEIGHT, EncodingNorm
 from lpq.nn.stand_ins import Read, Trial, aside, changed, numbers
+from lpq.nn.unwrapping import children_inside, inside_of
 from lpq.operations.norm_kernels import gradient_threads
 from lpq.torch_private.hooks import global_hooks, hooks_of
 
@@ -107,7 +108,9 @@ class ResidualLayer(Extension, nn.Module):
 
     def _course(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Course | None:
         """Return what the layer does in such a call; None: something else, or the norms cannot add."""
-        if not args or not isinstance(args[0], Tensor) or self._modules != self.lpq_parts or global_hooks():
+        if not args or not isinstance(args[0], Tensor) or "forward" in vars(self) or global_hooks():
+            return None
+        if self._modules != self.lpq_parts and children_inside(self) != self.lpq_parts:
             return None
         key = (self.training, *map(_kind, args[1:]), *kwargs, *map(_kind, kwargs.values()))
         kind = self.lpq_calls.get(key)
@@ -131,17 +134,19 @@ def _adds(norm: Any) -> bool:
 
 def extend_residual(layer: nn.Module) -> None:
     """Have the norms of a layer add the residual, if it computes nothing else beside them and its branches."""
+    if "forward" in vars(layer):
+        return
     if isinstance(layer, ResidualLayer):
-        if layer._modules == layer.lpq_parts:
+        if children_inside(layer) == layer.lpq_parts:
             layer.lpq_calls.clear()
             return
         release_residual(layer)
-    if isinstance(layer, Extension) or "forward" in vars(layer) or not _norms(layer):
+    if isinstance(layer, Extension) or not _norms(layer):
         return
     several = _several_or_why(layer)
     if isinstance(several, tuple):
         extend(layer, ResidualLayer)
-        own = {"lpq_parts": dict(layer._modules), "lpq_several": several, "lpq_either": _either(layer, several)}
+        own = {"lpq_parts": children_inside(layer), "lpq_several": several, "lpq_either": _either(layer, several)}
         vars(layer).update(own, lpq_calls={})
 
 
@@ -182,15 +187,20 @@ def _why_apart(layer: nn.Module, norm: EncodingNorm) -> str | None:
         return REPLACED
     if not _adds(norm):
         return HOOKED
+    if norm._parameters.get("weight") is None:
+        return NO_WEIGHT
     if isinstance(layer, ResidualLayer):
         courses = [kind.course for kind in layer.lpq_calls.values() if changed(kind.reads) is None]
         why = CALLED if courses and not any(courses) else None
-        return why if layer._modules == layer.lpq_parts else SINCE
+        return why if children_inside(layer) == layer.lpq_parts else SINCE
     result = _several_or_why(layer)
     return SINCE if not isinstance(result, str) else None if result is ASKS else result
 
 
 def _norms(layer: nn.Module) -> list[EncodingNorm]:
+    """The norms of a layer that ``fuse`` adopted; of a wrapper of torch there are none."""
+    if inside_of(layer) is not None:
+        return []
     return [child for child in layer._modules.values() if isinstance(child, EncodingNorm) and child.places]
 
 

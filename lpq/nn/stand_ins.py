@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lpq.nn.extended import class_before
+from lpq.nn.unwrapping import children_inside
 from lpq.torch_private.dispatch import without_modes
 from lpq.torch_private.tensors import local_part, version_of
 
@@ -36,7 +37,8 @@ DEEPEST = 3
 """How deep the contents of an attribute are looked at: ``config.text_config.options``."""
 
 StandFor = Callable[[nn.Module, str, nn.Module], nn.Module | None]
-"""``stand_for(parent, name, child)``: what takes the place of a child; None: a copy of the child."""
+"""``stand_for(parent, name, child)``: what takes the place of a child, which has no wrapper of torch around it; None: a
+copy of the child."""
 
 
 class Read(NamedTuple):
@@ -61,6 +63,10 @@ class Read(NamedTuple):
 def _read_of_class(owner: type, name: str) -> Read:
     value = vars(owner)[name]
     return Read(owner, name, value, _contents(value))
+
+
+class ReplacedForward(Exception):
+    """A module of a trial has a forward of its own on the object, which would run on the module itself."""
 
 
 class StandIn(nn.Module):
@@ -128,11 +134,13 @@ class Trial(TorchFunctionMode):
         return self._copy(module, stand_for, base, {})
 
     def _copy(self, module: nn.Module, stand_for: StandFor, base: Any, copies: dict[int, nn.Module]) -> Any:
+        if "forward" in vars(module):
+            raise ReplacedForward
         cls: Any = base or class_before(module)
         like: Any = object.__new__(_noting(cls))
         copies[id(module)] = like
         children: dict[str, nn.Module | None] = dict(module._modules)
-        for name, child in module._modules.items():
+        for name, child in children_inside(module).items():
             if child is not None:
                 twin = copies.get(id(child)) or stand_for(module, name, child)
                 copies[id(child)] = twin = twin or self._copy(child, stand_for, None, copies)

@@ -10,6 +10,7 @@ from support.comparing import equal, equal_states
 from test_fuse_families import step
 from test_fuse_models import model, norms
 from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import lpq
 from lpq.nn import norms as norms_of
@@ -105,3 +106,107 @@ def test_a_norm_encodes_nothing_for_compiled_layers_that_remember(
     lpq.convert(plain, "mxfp8")
     assert equal(step(net), step(plain))
     assert len(norms(net)) == 4
+
+
+PARTS = {
+    # the part of a layer that torch wraps: the norm behind which it compiles layers
+    "self_attn": "input_layernorm",
+    "mlp": "post_attention_layernorm",
+    "": "",
+}
+
+
+def _wrap(net: Any, part: str, wrap: Any) -> None:
+    for number, layer in enumerate(net.model.layers):
+        if part:
+            setattr(layer, part, wrap(getattr(layer, part)))
+        else:
+            net.model.layers[number] = wrap(layer)
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "mxfp8"])
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("order", ["fuse, wrap", "wrap, fuse", "fuse, wrap, fuse"])
+def test_torch_compile_around_a_part(order: str, part: str, recipe: str, added: list[bool]) -> None:
+    """It is as if the part were compiled where it stands, in whatever order: `torch.compile` returns a module around
+    it. No trial compiles anything, or runs layers of the model."""
+    torch.compiler.reset()
+    graphs: list[object] = []
+
+    def compiled(module: Any) -> Any:
+        return torch.compile(module, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+
+    plain, net = model(recipe=recipe), model(recipe=recipe)
+    for what in order.split(", "):
+        _ = lpq.fuse(net) if what == "fuse" else _wrap(net, part, compiled)
+    reported = lpq.report(net)
+    assert not graphs
+    assert not any(layer.passes.called or layer.passes.traced for layer in net.modules() if hasattr(layer, "passes"))
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (plain, net)]
+    for _ in range(2):
+        added.clear()
+        assert equal(step(net), step(plain))
+        for optimizer in optimizers:
+            optimizer.step()
+    assert graphs
+    assert equal_states({name.replace("_orig_mod.", ""): t for name, t in net.state_dict().items()}, plain.state_dict())
+    assert added == [False, True] * 2 * bool(part)
+    report = lpq.report(net)
+    alone = [f"model.layers.{i}.{PARTS[part]}" for i in range(2)] if part and recipe == "fp8-delayed" else []
+    assert [entry.name for entry in report.apart] == alone
+    assert len(report.fused) + len(alone) == len(reported.fused) + len(reported.apart) == 6
+    assert all("is compiled and remembers statistics of inputs" in entry.note for entry in report.apart)
+    assert not any("lpq.fuse again" in entry.note for entry in report.fused)
+    assert all("; compiled code" in entry.note for entry in report.fused) == (not part)
+    kinds = {type(m).__name__ for m in lpq.unfuse(net).modules()}
+    assert not lpq.report(net).fused
+    assert {type(m).__name__ for m in plain.modules()} <= kinds
+    assert equal(step(net), step(plain))
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_norm_that_is_compiled_alone(in_place: bool) -> None:
+    torch.compiler.reset()
+    net = lpq.fuse(model())
+    for layer in net.model.layers:
+        if in_place:
+            layer.input_layernorm.compile(backend="aot_eager")
+        else:
+            layer.input_layernorm = torch.compile(layer.input_layernorm, backend="aot_eager")
+    assert equal(step(net), step(model()))
+    notes = {entry.name.removeprefix("model.layers.0."): entry.note for entry in lpq.report(net).fused}
+    assert notes["input_layernorm"].endswith("the compiler fuses it in its own way")
+    assert "compiled" not in notes["post_attention_layernorm"]
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "mxfp8"])
+@pytest.mark.parametrize("part", PARTS)
+def test_checkpoint_wrapper_around_a_part(part: str, recipe: str, added: list[bool]) -> None:
+    plain, net = model(recipe=recipe), lpq.fuse(model(recipe=recipe))
+    for each in (plain, net):
+        _wrap(each, part, checkpoint_wrapper)
+    for again in (False, True):
+        if again:
+            lpq.fuse(net)
+        added.clear()
+        assert equal(step(net), step(plain))
+        assert equal_states(net.state_dict(), plain.state_dict())
+        assert len(lpq.report(net).fused) == 6
+        assert added[:4] == [False, True] * 2
+
+
+def test_a_hook_of_a_wrapper_gets_an_ordinary_tensor() -> None:
+    plain, net = model(), lpq.fuse(model())
+    seen: list[type] = []
+    for each in (plain, net):
+        _wrap(each, "self_attn", checkpoint_wrapper)
+        for layer in each.model.layers:
+            layer.self_attn.register_forward_pre_hook(
+                lambda module, args, kwargs: seen.append(type(kwargs["hidden_states"])), with_kwargs=True
+            )
+    assert equal(step(net), step(plain))
+    assert set(seen) == {torch.Tensor}
+    assert all("a forward hook looks at its output" in entry.note for entry in lpq.report(net).apart)
+    assert len(lpq.report(net).apart) == 2
