@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from differing import E5M2, SAID, STAGED, X, compares, net, parallel, refused, training
-from ranks import agreed, fully_shard, mesh_of, on_ranks
+from ranks import agreed, fully_shard, mesh_of, of_all, on_ranks
+from support.small_models import shared_out
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -149,6 +150,40 @@ def test_without_a_conversion(rank: int) -> None:
     model = parallel("fp8-row")
     model[0].recipe = ("mxfp8", "fprop=mxfp8, dgrad=bf16, wgrad=mxfp8")[rank]
     refused(torch.optim.SGD(model.parameters()).step, "fprop=mxfp8(), ")
+
+
+@pytest.mark.parametrize("left_out", ["0", "2"])
+@on_ranks(2)
+def test_a_layer_that_one_rank_does_not_share_out(rank: int, left_out: str) -> None:
+    """That rank is at the next layer, or at its first pass, where ranks compare as well."""
+    plan = shared_out("0", "2", 1)
+    if rank == 1:
+        del plan[left_out]
+    found = agreed(lambda: parallelize_module(net(), mesh_of(), plan)(X), RuntimeError)
+    assert all(f": rank 0 has [{left_out}: Linear with a weight" in said for said in found), found
+
+
+def _block() -> nn.Sequential:
+    torch.manual_seed(0)
+    return lpq.convert(nn.Sequential(nn.RMSNorm(64), lpq.nn.SwiGLU(64, 256)), "fp8-delayed")
+
+
+@on_ranks(2)
+def test_a_block_that_one_rank_fuses(rank: int) -> None:
+    """Under tensor parallelism other operands travel, and all raise. Under FSDP2 the same travels, and
+    the states, which ranks combine, are equal."""
+    block, styles = _block(), shared_out(["1.gate_proj", "1.up_proj"], "1.down_proj", None)
+    model = parallelize_module(lpq.fuse(block) if rank == 0 else block, mesh_of(), styles)
+    found = agreed(lambda: model(X).sum().backward(), RuntimeError)
+    assert all("in a fused block], and rank 1 has [layer 1.gate_proj" in said for said in found), found
+    sharded = _block()
+    step = training(fully_shard(lpq.fuse(sharded) if rank == 0 else sharded))
+    step()
+    step()
+    states = {name: value.tolist() for name, value in sharded.state_dict().items() if not isinstance(value, DTensor)}
+    first, second = of_all(states)
+    assert first == second
+    assert sum(name.endswith("_amax") for name in states) == 9, states
 
 
 # ---------------------------------------------------------------------------------- experts
