@@ -27,6 +27,8 @@ from lpq import registry
 __all__ = ["install", "lpq_command"]
 
 sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("distributed", "formats")]  # which others share
+from seeding import seed_the_cpu_alone  # noqa: E402  (from where it was just added)
+
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or each process compiles and loads a file to see
 settings.register_profile("quick", max_examples=20, deadline=None)
 settings.register_profile("thorough", max_examples=400, deadline=None)
@@ -87,6 +89,8 @@ def no_storm() -> Iterator[None]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    if not torch.cuda.is_available():
+        seed_the_cpu_alone()
     patch = pytest.MonkeyPatch()
     costly.guard(patch)
     session.config.add_cleanup(patch.undo)

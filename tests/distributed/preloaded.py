@@ -10,6 +10,7 @@ import gc
 from contextlib import suppress
 
 import torch
+from seeding import seed_the_cpu_alone
 from torch._dynamo.utils import counters
 from tqdm import tqdm
 
@@ -27,6 +28,7 @@ def compile_once() -> None:
     counters.clear()
 
 
+seed_the_cpu_alone()
 gc.set_threshold(SELDOM)
 with suppress(Exception):  # without a compiler of C++ the tests that compile tell of it
     compile_once()
