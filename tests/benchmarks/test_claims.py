@@ -108,6 +108,28 @@ def test_fused_blocks_with_the_positions_of_liger(results: dict[str, dict[str, A
     assert said("docs/choose.md", "it is # times as fast as `fp8-current`") == (faster,)
 
 
+def test_which_figure_is_of_which_machine(results: dict[str, dict[str, Any]]) -> None:
+    """And that no run has TransformerEngine's blocks beside torchao or Liger."""
+    h100, liger, wide = (results[name] for name in ("llama-h100-fused", "llama-liger-positions-recorded", "llama-wide"))
+    page, fused = "docs/performance.md", "| fused, no compiler |"
+    recorded = "| fused, recorded, no compiler |"
+    for row, run, lpq in (
+        (f"| 1 billion weights {fused} H100 | Hugging Face's | # |", h100, "fused"),
+        (f"| 1 billion weights {recorded} H100 | Hugging Face's | # |", h100, "fused, recorded"),
+        (f"| 1 billion weights {fused} H200 | Liger's, in all rows | # |", liger, "fused"),
+        (f"| 1 billion weights {recorded} H200 | Liger's, in all rows | # |", liger, "fused, recorded"),
+        ("| 6 wide layers | compiled | H100 | Hugging Face's | # |", wide, "compiled"),
+        (f"| 6 wide layers {fused} H100 | Hugging Face's | # |", wide, "fused"),
+    ):
+        assert said(page, row) == (ratio(run, "tokens_per_second", f"lpq fp8-delayed, {lpq}", "bf16, compiled"),)
+    theirs = ratio(wide, "tokens_per_second", "TransformerEngine delayed, its own blocks", "bf16, compiled")
+    assert said(page, "compiled wide layers of lpq have 1.32, TransformerEngine's blocks have #") == (theirs,)
+    for name, result in results.items():
+        rows = [tables.name(row) for row in result["results"]] if name.startswith("llama") else []
+        if any("its own blocks" in row for row in rows):
+            assert not [row for row in rows if row.startswith(("torchao", "Liger"))], name
+
+
 def test_the_memory_of_fused_blocks_with_the_loss_of_liger(results: dict[str, dict[str, Any]]) -> None:
     of_bf16, of_liger = (
         tuple(
