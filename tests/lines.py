@@ -31,10 +31,6 @@ SUBJECTS = {
         "observe/readings.py observe/replay.py observe/replays.py observe/shards.py observe/sharing.py "
         "observe/statistics.py observe/sums.py observe/table.py observe/trigger.py tensor/observed.py"
     ),
-    "ranks that differ": (
-        "distributed/alike.py distributed/gather_check.py distributed/meeting.py distributed/model_check.py "
-        "distributed/recipe_changes.py distributed/replicas.py"
-    ),
     "comparing, advising, timing and searching": (
         "bench/*.py cli/advise.py cli/bench.py cli/first_advice.py cli/models.py train/beside.py "
         "train/commands/compare.py train/commands/options.py train/commands/report.py train/commands/search.py "
