@@ -88,7 +88,9 @@ class Layer(WeightedLayer):
         given = by = None
         if isinstance(input, QuantizedTensor) and not hasattr(weight, "device_mesh"):
             traced, needs_dw = torch.compiler.is_compiling(), torch.is_grad_enabled() and weight.requires_grad
-            encoded = input.encoded_as(plan.x) if isinstance(input, WithValue) and input.beside else input
+            encoded = input
+            if not traced and isinstance(input, WithValue) and input.beside:
+                encoded = input.encoded_as(plan.x)
             by = EncodedBy.own(self, encoded) if "x" in plan.remembered and not traced else None
             given = None if traced else buffers_at_hand(plan, input, encoded, needs_dw, by is not None)
             if given is None:

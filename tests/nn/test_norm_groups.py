@@ -186,3 +186,13 @@ def test_before_a_block_whose_gate_and_up_differ(name: str, run: Run) -> None:
         x = given() * (number + 1)
         assert equal(step(fused, x, run), step(plain, x, run))
         assert equal_states(fused.state_dict(), plain.state_dict())
+
+
+@pytest.mark.starts
+@pytest.mark.parametrize("part", ["q", "k"])
+def test_a_layer_that_is_compiled_behind_a_norm_of_several_formats(part: str) -> None:
+    """Compiled code takes the first encoding alone: a layer of another format encodes the output itself."""
+    plain, fused = pair("two share")
+    torch.compiler.reset()
+    fused[0].get_submodule(part).compile(fullgraph=True, backend="aot_eager")
+    assert equal(step(fused, given()), step(plain, given()))
