@@ -98,7 +98,7 @@ struct Elements {
                                                         : rounded(made[k][2 * j % 8], made[k][(2 * j + 1) % 8]);
     }
 
-    // Whether an element is one for which another source computes.
+    // Make 8 elements of each output. Return whether another source computes one of them (see sources::Rare).
     template <class Source>
     __device__ __forceinline__ bool make(
         const u32 (&inputs)[MATRICES][WORDS], const float* of_row, float (&made)[OUTPUTS][8]

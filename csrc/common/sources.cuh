@@ -37,8 +37,8 @@ struct AnySilu {
 };
 
 // The same for an x that is no NaN and more than -34, with both quotients from one reciprocal and without a branch, by which the
-// elements of a thread would wait for each other. The quotients are rounded correctly: that of x by Markstein's theorem where
-// the rest has all its bits. Elsewhere the divisor is 2 or 1, and the product is exact or what a division by 2 rounds to.
+// elements of a thread would wait for each other. Both quotients are rounded correctly: x / below by Markstein's theorem where the
+// rest has all its bits. Elsewhere the divisor is 2 or 1, and the product is exact or what a division by 2 rounds to.
 struct Silu {
     const float x;
     float sigmoid, quotient;

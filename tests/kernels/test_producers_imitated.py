@@ -96,6 +96,30 @@ def test_a_tile_of_a_third_party(source: Source, tmp_path: Path, launched: list[
     assert launched == ["produce"]
 
 
+@pytest.mark.parametrize(
+    ("of", "dtype"),
+    [(SWIGLU, torch.bfloat16), (SWIGLU_BACKWARD, torch.bfloat16), (ACTIVATIONS["silu"].alone.product, torch.float32)],
+    ids=lambda one: one.name if isinstance(one, Source) else str(one),
+)
+def test_silu_without_branches_has_the_quotients_of_the_division(of: Source, dtype: torch.dtype) -> None:
+    """At the ends of its range, at numbers whose quotients it does not correct, and at others."""
+    torch.manual_seed(0)
+    tiny, huge = [0.0, -0.0, 1e-40, 2.0**-65, 2.0**-64], [2.0**64, 3e38, torch.inf, torch.nan]
+    ends = [*tiny, *huge, -33.9, -34.0, -87.5, -88.5, -99.0]
+    shape, device = (128, 128), CPU
+    inputs = [(10 * torch.randn(shape)).to(dtype) for _ in of.inputs]
+    inputs[0].view(-1)[::128] = torch.tensor(ends * 10)[:128].to(dtype)
+    made = []
+    for other in ("Silu", "AnySilu"):
+        way = of._replace(struct=of.struct.replace("Silu", other))
+        run = produced_tiles.bind(way, shape, dtype, device, [None] * of.outputs, [True] * of.outputs)
+        with Poisoned():
+            outputs = run(inputs, [()] * of.outputs, [None] * of.outputs)
+        made.append([output.value for output in outputs if output.value is not None])
+    assert len(made[0]) == of.outputs
+    expect_bytes(*made, of.name)
+
+
 MIXED = ["hybrid(row=mxfp8, col=fp8)", "hybrid(row=fp8, col=mxfp8)", "fp8(scaling=block)"]
 
 
