@@ -1,6 +1,6 @@
-"""What the process that ranks and commands are forked from has done before it forks: each of them would do it again.
+"""The warm-up of the process that ranks and commands are forked from: each of them would have to do the same.
 
-It is imported after the modules of ``pool.IMPORTED``, and starts no thread that goes on.
+This file is imported after the modules of ``pool.IMPORTED``, and starts no thread that goes on.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from contextlib import suppress
 import torch
 from seeding import seed_the_cpu_alone
 from torch._dynamo.utils import counters
+from torch._inductor.exc import InductorError
 from tqdm import tqdm
 
 SELDOM = 20_000
@@ -30,7 +31,7 @@ def compile_once() -> None:
 
 seed_the_cpu_alone()
 gc.set_threshold(SELDOM)
-with suppress(Exception):  # without a compiler of C++ the tests that compile tell of it
+with suppress(InductorError):  # as without a compiler of C++: the tests that compile tell of it
     compile_once()
 gc.collect()
 gc.freeze()

@@ -6,8 +6,8 @@ import torch
 
 
 def seed_the_cpu_alone() -> None:
-    """Have ``torch.manual_seed`` seed no GPUs, of which there are none. It would keep the stack of each call for each
-    kind of GPU, for the day on which there is one, which takes up to half a millisecond."""
+    """Have ``torch.manual_seed`` seed no GPUs, of which there are none. Torch would keep the stack of each call for
+    each kind of GPU, to seed one that is used later, which takes up to half a millisecond."""
     for kind in (torch.cuda, torch.xpu, torch.mtia):
         kind.manual_seed_all = _nothing
 

@@ -43,8 +43,8 @@ def _same(net: Any, plain: Any) -> None:
     ],
 )
 def test_hooks_of_accelerate(name: str, apart: list[str], recipe: str) -> None:
-    """They replace the forward on the object. What looks at tensors so gets ordinary ones, a second ``lpq.fuse`` breaks
-    nothing, and ``lpq.unfuse`` refuses where the hook goes on to call the forward that it takes away."""
+    """Such hooks replace the forward on the object. They get ordinary tensors, a second ``lpq.fuse`` breaks nothing,
+    and ``lpq.unfuse`` refuses where a hook goes on to call the forward that ``lpq.unfuse`` takes away."""
     hooks: Any = pytest.importorskip("accelerate.hooks", reason="needs accelerate, which `make install` brings")
     seen: list[type] = []
 
