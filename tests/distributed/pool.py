@@ -142,6 +142,7 @@ def _serve(calls: Connection, rank: int, ranks: int, backend: str, folder: str, 
     gc.freeze()  # what was imported is left alone: to look through it takes up to a tenth of a rank's time
     ctypes.CDLL(None).prctl(DIES_WITH_ITS_PARENT, signal.SIGKILL)  # one that is paused would not see the pipe close
     with _stacks(folder, rank).open("w") as stacks:
+        faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks)
         if "nccl" in backend:
             torch.cuda.set_device(rank)
@@ -262,7 +263,9 @@ class Pool:
             answer: str | None = calls.recv()
         except (EOFError, OSError):
             self._processes[rank].join(GRACE)
-            return f"the process ended with exit code {self._processes[rank].exitcode}"
+            ended = f"the process ended with exit code {self._processes[rank].exitcode}"
+            stacks = _stacks(self._folder.name, rank).read_text()  # of one that ended by a fault or an abort
+            return f"{ended}, and was at\n{stacks}" if stacks else ended
         return answer
 
     def _hung(self, ranks: list[int], patience: float) -> list[str]:

@@ -162,6 +162,8 @@ def _fail(rank: int, how: str) -> None:
             sys.exit(0)
         if how == "vanish":
             os._exit(7)
+        if how == "abort":
+            os.abort()
         if how == "hang":
             time.sleep(600)
     dist.barrier()
@@ -171,6 +173,7 @@ FAILURES = {
     "raise": r"rank 1 of 2: Traceback .*in _fail\n.*ValueError: not today",
     "exit": r"rank 1 of 2: Traceback .*SystemExit: 0",
     "vanish": r"rank 1 of 2: the process ended with exit code 7",
+    "abort": r"rank 1 of 2: the process ended with exit code -6, and was at\nFatal Python error: Aborted\n.*in _fail",
     "hang": r"rank 0 of 2 has not ended after 1.5 s.*barrier.*rank 1 of 2 has not ended after 1.5 s.*in _fail",
 }
 
