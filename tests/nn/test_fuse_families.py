@@ -28,6 +28,11 @@ OPT |= {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0}
 OTHERS = "something other than layers of lpq takes its output"
 EXPERTS = "its activation is not act(gate) * up of two halves, with a SiLU, GELU or ReLU"
 RMS = ("input_layernorm", "post_attention_layernorm")
+GEMMA = (
+    SIZES | {"head_dim": 32},
+    ("mlp", "input_layernorm", "pre_feedforward_layernorm"),
+    {"post_attention_layernorm": OTHERS, "post_feedforward_layernorm": OTHERS},
+)
 FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, str]]] = {
     "Llama": (SIZES, ("mlp", *RMS), {}),
     "Llama, with biases": (SIZES | {"mlp_bias": True, "hidden_act": "gelu_new"}, ("mlp", *RMS), {}),
@@ -35,11 +40,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, str]]] = {
     "Qwen2": (SIZES, ("mlp", *RMS), {}),
     "Qwen3": (SIZES, ("mlp", *RMS), {}),
     "Gemma": (SIZES | {"head_dim": 32}, ("mlp", *RMS), {}),
-    "Gemma2": (
-        SIZES | {"head_dim": 32},
-        ("mlp", "input_layernorm", "pre_feedforward_layernorm"),
-        {"post_attention_layernorm": OTHERS, "post_feedforward_layernorm": OTHERS},
-    ),
+    "Gemma2": GEMMA,
+    "Gemma3": GEMMA,
     "Phi": (SIZES, ("mlp", "input_layernorm"), {}),
     "Phi3": (SIZES, ("mlp", *RMS), {}),
     "GptOss": (
@@ -63,9 +65,9 @@ def model(family: str = "Llama", recipe: str = "mxfp8", **options: Any) -> Any:
     """The same weights each time."""
     torch.manual_seed(0)
     name = family.partition(",")[0]
-    config = getattr(transformers, f"{name}Config")(**{**FAMILIES[family][0], **options})
+    config = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
     kind = getattr(transformers, f"{name}ForCausalLM", None) or getattr(transformers, f"{name}LMHeadModel")
-    return lpq.convert(kind(config).bfloat16(), recipe)
+    return lpq.convert(kind(config(**{**FAMILIES[family][0], **options})).bfloat16(), recipe)
 
 
 def step(net: Any) -> list[Tensor | None]:
