@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lpq import registry
 from lpq.formats import Quantizer
+from lpq.kernels.table import BACKENDS, ENVIRONMENT, why_not
 from lpq.registry import KernelSpec
+from lpq.registry.errors import words
 from lpq.registry.operations import TABLE
 from lpq.testing import comparing
 from lpq.testing.expect import there
@@ -90,6 +95,37 @@ CHECKS = {
 }  # fmt: skip
 """The check for each operation; None: there is none, as products of rows in groups have no matrix to be tried with, and
 tiles in Triton are parts of other programs."""
+
+
+def kernels(quantizer: Quantizer) -> list[KernelSpec]:
+    """The kernels in the table that serve this format, on one side at least."""
+    name = registry.format_of(type(quantizer)).name
+    return [kernel for plugin in registry.plugins() for kernel in plugin.kernels if name in kernel.formats]
+
+
+def compared(quantizer: Quantizer) -> list[KernelSpec]:
+    """The kernels with a check that serve this format, each with the type of device that runs it: the CPU those in
+    Triton, where Triton interprets them."""
+    served = [kernel for kernel in kernels(quantizer) if CHECKS[kernel.op] is not None]
+    if triton_interprets():
+        served = [dataclasses.replace(k, device="cpu") if k.backend == "triton" else k for k in served]
+    return served
+
+
+def triton_interprets() -> bool:
+    """Whether ``TRITON_INTERPRET`` has Triton run its kernels on the CPU."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
+def refusal(kernel: KernelSpec, operands: tuple[Quantizer, ...]) -> str | None:
+    """Why a kernel is not compared for these operands; None: it is."""
+    backends = {name.strip() for name in os.environ.get(ENVIRONMENT, "").split(",")} - {""}
+    try:
+        return why_not(kernel, operands, torch.device(kernel.device), frozenset(backends or BACKENDS))
+    except Exception as error:
+        if kernel.backend == "triton" and kernel.device == "cpu":  # it may read a GPU's properties, and there is none
+            return f"its why_not raised {words(error)}, where Triton interprets on a CPU"
+        raise
 
 
 def check_of(kernel: KernelSpec) -> KernelCheck:

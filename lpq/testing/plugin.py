@@ -59,6 +59,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             _parametrize(metafunc, argument, {quantizer: quantizer for quantizer in quantizers}, formats)
         elif argument == "side":
             _parametrize(metafunc, argument, {side: side for side in sides}, formats)
+        elif argument == "family" and "kernel" in metafunc.fixturenames:
+            _parametrize_kernels(metafunc, families)
         elif argument == "family":
             _parametrize(metafunc, argument, {family: family.default for family in families}, formats)
         elif argument == "partner":
@@ -142,3 +144,19 @@ def _parametrize(metafunc: pytest.Metafunc, argument: str, values: dict[Any, Qua
         reason = f"nothing {words} in {formats}"
         parameters = [pytest.param(None, id="none", marks=pytest.mark.skip(reason=reason))]
     metafunc.parametrize(argument, parameters)
+
+
+def _parametrize_kernels(metafunc: pytest.Metafunc, families: list[Family]) -> None:
+    """Run the test for each kernel of each of these formats."""
+    from lpq.testing.kernel_checks import compared
+
+    marks = {"cuda": [pytest.mark.gpu]}
+    parameters = [
+        pytest.param(family, kernel, id=f"{family}-{kernel.backend}-{kernel.op}", marks=marks.get(kernel.device, ()))
+        for family in families
+        for kernel in compared(family.default)
+    ]
+    if not parameters:
+        reason = f"nothing has a kernel beside its reference in {', '.join(map(str, families))}"
+        parameters = [pytest.param(None, None, id="none", marks=pytest.mark.skip(reason=reason))]
+    metafunc.parametrize(("family", "kernel"), parameters)

@@ -14,8 +14,8 @@ from torch import Tensor
 from lpq import registry
 from lpq.core import Quantizer
 from lpq.testing.calls import RAGGED, of_all_sizes
-from lpq.testing.conformance.test_kernels import SIZES, refusal, served_on
-from lpq.testing.kernel_checks import check_of, compare, compare_views, pairs
+from lpq.testing.conformance.test_kernels import SIZES
+from lpq.testing.kernel_checks import check_of, compare, compare_views, compared, pairs, refusal
 from lpq.testing.operands import normal
 from lpq.testing.options import family
 
@@ -36,16 +36,16 @@ def few() -> Iterator[tuple[str, Tensor]]:
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=str)
 def test_each_kernel_equals_the_reference(quantizer: Quantizer) -> None:
     served = set()
-    for kernel in served_on("cuda", quantizer):
+    for kernel in compared(quantizer):
         for row, col in pairs(kernel, quantizer) if kernel.backend == "cuda" else ():
-            if refusal(kernel, tuple(side for side in (row, col) if side is not None), "cuda") is not None:
+            if refusal(kernel, tuple(side for side in (row, col) if side is not None)) is not None:
                 continue
-            compared = [
+            results = [
                 compare(kernel, row, col, x, "cuda", name)
                 for name, x in few()
                 if not check_of(kernel).sums or name != SIZES
             ]
-            compared.append(compare_views(kernel, row, col, "cuda"))
-            if any(compared):
+            results.append(compare_views(kernel, row, col, "cuda"))
+            if any(results):
                 served.add(kernel.op)
     assert served >= {"quantize", "measure", "decode"}, registry.format_of(type(quantizer)).name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import warnings
 from collections.abc import Callable, Iterator
 
 import broken_formats as broken
@@ -18,12 +17,12 @@ from kit_runs import modules_with
 import lpq.nn
 from lpq import registry
 from lpq.registry import KernelSpec
+from lpq.testing import kernel_checks
 from lpq.testing.calls import on
 from lpq.testing.conformance import test_import_strings_of_kernels as check_import_strings
-from lpq.testing.conformance import test_kernels as kernels_of_a_format
 from lpq.testing.conformance import test_kernels_equal_the_reference as check_kernels
 from lpq.testing.expect import relative_error
-from lpq.testing.kernel_checks import compare
+from lpq.testing.kernel_checks import compare, compared
 from lpq.testing.operands import encode
 from lpq.testing.options import family
 
@@ -81,7 +80,7 @@ RUNS: dict[str, tuple[broken.Plugin, str, dict[str, int], str]] = {
     ),
     "a kernel that cannot run": (
         broken.Plugin(broken.Int8, kernels=(cpu_kernel("right_kernel", **ABSENT),)), "test_kernels_equal",
-        {"skipped": 2}, "right_kernel: needs a_library_that_is_not_there, which is not installed",
+        {"skipped": 1}, "right_kernel: needs a_library_that_is_not_there, which is not installed",
     ),
 }  # fmt: skip
 
@@ -119,13 +118,15 @@ def test_what_a_kernel_is_called_with_keeps_its_strides_and_its_place() -> None:
 def said_of(*kernels: KernelSpec, quantizer: type = broken.Int8, check: Callable[..., None] = check_kernels) -> str:
     """The words of a test of the kit on a format with these kernels on the CPU: none where all is right."""
     registry.register(broken.Plugin(quantizer, kernels=kernels), name="broken")
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        try:
-            check(family("broken"), *(("cpu",) if check is check_kernels else ()))
-        except (Exception, pytest.skip.Exception) as error:
-            return " ".join(f"{type(error).__name__}: {error}".split())
-    return "; ".join(str(warning.message) for warning in told)
+    of_format = family("broken")
+    try:
+        for kernel in compared(of_format.default) if check is check_kernels else ():
+            check(of_format, kernel)
+        if check is not check_kernels:
+            check(of_format)
+    except (Exception, pytest.skip.Exception) as error:
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    return ""
 
 
 def assert_says(text: str, words: str) -> None:
@@ -185,20 +186,12 @@ IDLE: dict[str, tuple[type, str, str]] = {
 
 @pytest.mark.parametrize("op", IDLE)
 def test_a_kernel_of_which_nothing_is_compared_has_not_passed(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone it is skipped, and beside one that is compared it is told."""
+    """It is skipped, in words."""
     why_not = "lpq.operations.fused_pair.why_not"
     monkeypatch.setattr(why_not, lambda row, col: "not on a CPU")  # it asks which GPU there is
     quantizer, name, words = IDLE[op]
     idle = cpu_kernel(name, op)
     assert_says(said_of(idle, quantizer=quantizer), f"Skipped: broken_kernels:{name}: {words}")
-    beside = said_of(cpu_kernel("right_kernel"), idle, quantizer=quantizer)
-    assert beside.startswith(f"not compared with the reference: broken_kernels:{name}: {words}")
-
-
-def test_a_kernel_that_is_passed_over_beside_one_that_serves_is_told() -> None:
-    said = said_of(cpu_kernel("right_kernel"), cpu_kernel("wrong_kernel", **ABSENT))
-    words = "not compared with the reference: broken_kernels:wrong_kernel: needs a_library_that_is_not_there"
-    assert said.startswith(words)
 
 
 def test_kernels_in_triton_are_compared_where_triton_interprets_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,9 +201,9 @@ def test_kernels_in_triton_are_compared_where_triton_interprets_them(monkeypatch
         dataclasses.replace(cpu_kernel(name), backend="triton", device="cuda", min_sm=75)
         for name in ("wrong_kernel", "right_kernel")
     )
-    monkeypatch.setattr(kernels_of_a_format, "triton_interprets", lambda: False)
-    assert_says(said_of(wrong), "Skipped: *has no kernel for cpu")
-    monkeypatch.setattr(kernels_of_a_format, "triton_interprets", lambda: True)
+    monkeypatch.setattr(kernel_checks, "triton_interprets", lambda: False)
+    assert_says(said_of(wrong), "Skipped: there is no CUDA device here")
+    monkeypatch.setattr(kernel_checks, "triton_interprets", lambda: True)
     assert_says(said_of(wrong), "triton kernel broken_kernels:wrong_kernel on*differ")
     assert said_of(right) == ""
 
