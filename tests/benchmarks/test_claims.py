@@ -20,11 +20,13 @@ PAGES = {
         "docs/performance.md",
         "docs/fused.md",
         "docs/choose.md",
+        "docs/design.md",
         "docs/evidence.md",
         "docs/numerics.md",
         "docs/policies.md",
     )
 }
+ATTENTION = "attention compiled, fused, recorded", "recorded, compiled"
 FP8 = ("fp8-current", "fp8-delayed", "fp8-block", "fp8-row")
 
 
@@ -106,6 +108,29 @@ def test_fused_blocks_with_the_positions_of_liger(results: dict[str, dict[str, A
     assert said("README.md", "as a CUDA graph # times, by `fp8-delayed` # times") == (current, delayed)
     faster = ratio(recorded, reading, "lpq fp8-delayed, fused, recorded", "lpq fp8-current, fused, recorded")
     assert said("docs/choose.md", "it is # times as fast as `fp8-current`") == (faster,)
+
+
+def test_fused_blocks_beside_a_compiler(results: dict[str, dict[str, Any]]) -> None:
+    """In the design's reasons for what is not built."""
+
+    def thousands(name: str, *rows: str) -> tuple[str, ...]:
+        return tuple(f"{of(results[name], 'tokens_per_second', f'lpq fp8-{row}') / 1000:.1f}" for row in rows)
+
+    page, wide = "docs/design.md", "llama-6x4096-14336-2x4096-liger-positions-recorded"
+    both = "delayed, compiled", "delayed, fused"
+    sentence = "on an H100, a compiler is: # and # thousand tokens a second with 1 billion weights, # and # with wide"
+    assert said(page, sentence) == (*thousands("llama-h100-fused", *both), *thousands("llama-wide", *both))
+    recorded = "delayed, fused, recorded", "delayed, recorded, compiled"
+    sentence = "fused blocks are: recorded # and #, and, not recorded, # and # with wide layers"
+    assert said(page, sentence) == (
+        *thousands("llama-liger-positions-recorded", *recorded), *thousands(wide, *both[::-1]),
+    )  # fmt: skip
+    attention = [f"{how}, {rest}" for how in ("current", "delayed") for rest in ATTENTION]
+    sentence = "trains # thousand tokens a second, recorded, and # with compiled layers; by `fp8-delayed` # and #"
+    assert said(page, sentence) == thousands("llama-h200-attention", *attention)
+    _, _, row = PAGES["docs/fused.md"].partition("| its backward, five operands |")
+    delayed, mxfp8, _, current = re.findall(r"\), (\d+) \(", row)[:4]
+    assert f"without branches, takes [{delayed}, {mxfp8} and {current}](fused.md#what-it-gains)" in PAGES[page]
 
 
 def test_which_figure_is_of_which_machine(results: dict[str, dict[str, Any]]) -> None:
