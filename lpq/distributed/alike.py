@@ -29,7 +29,7 @@ from lpq.torch_private.dispatch import modes
 OFTEN = 1.0
 """Seconds between two looks whether another rank has changed a recipe."""
 DIFFER = "the ranks do not have the same model"
-REMEDY = "Build and convert the model, and call lpq.set_step, alike on all ranks"
+REMEDY = "Build, convert and share out the model, and call lpq.set_step, alike on all ranks"
 
 
 class SharedLayer(Protocol):
@@ -196,32 +196,58 @@ def waiting_for_ranks() -> Iterator[None]:
         waits.cancel()
 
 
-def check_part(text: str, mesh: DeviceMesh) -> None:
-    """Raise on all ranks of a mesh that is about to shard a part of a model, unless they have the same part, by its
-    description: torch would send tensors that not all ranks have. It is a collective."""
+def agree(
+    facts: Sequence[str], mesh: DeviceMesh, differ: str = DIFFER, also: str = "", refused: Exception | None = None
+) -> bool:
+    """Raise on all ranks of a mesh, each of which has a part of a model or an input that is new to it, unless their
+    facts about it are equal; return whether ``also``, too, is. Where the host would wait for a device they meet in the
+    store. There, if not all come, a rank that refuses its own raises soon, and another one after a long time."""
+    ranks = Ranks(mesh, device=torch.device(mesh.device_type))
+    text, own = "\n".join([also, *facts]), f"{facts[0]}. Give each rank a part of the same size. {REMEDY}"
+    if mesh.device_type in meeting.FREE:
+        equal: bool | None = are_equal(text, [ranks])
+    else:
+        seconds = None if refused is None else meeting.SOON
+        equal = meeting.meet(ranks.names, "news", f"{digest(text):x}", seconds, f"{_NEWS}: {own}")
+    if equal is None and refused is not None:
+        refused.add_note("Not all ranks have come to compare their inputs: the others wait until this process ends.")
+        raise refused
+    if equal is None:
+        raise RuntimeError(f"{_NEWS}, for {meeting.limit():.0f} s: {own}")
+    if not equal:
+        ranks.equal(facts, differ, REMEDY)
+    return equal
+
+
+_NEWS = "this rank waits to compare a layer or an input that is new with the other ranks', of which not all have come"
+
+
+def check_part(module: nn.Module, how: str, mesh: DeviceMesh) -> None:
+    """Raise on all ranks of a mesh that is about to shard a part of a model, unless they have the same part, and shard
+    it in the same way: torch would send tensors that not all ranks have, or join parts that do not fit."""
     if mesh.ndim != 1 or mesh.size() == 1 or modes():  # as where all tensors are fake
         return
-    ranks = Ranks(mesh, device=torch.device(mesh.device_type))
-    if not are_equal(text, [ranks]):
-        ranks.equal(text.split("\n"), DIFFER, REMEDY)
+    agree(description(module, how).split("\n"), mesh)
 
 
-def description(name: str, module: nn.Module) -> str:
-    """A description of a module, or of the converted layers in it, that must be equal on all ranks."""
-    texts: list[str] = []
+def description(module: nn.Module, how: str = "") -> str:
+    """A description of a module, or of the converted layers in it, that must be equal on all ranks. ``how``: how they
+    are to be shared out; then all tensors, which torch sends, belong to it."""
+    texts, name = [], getattr(module, "qualified_name", "") or type(module).__name__
     for place, part in module.named_modules(prefix=name):
-        if is_converted(part):
-            # Experts do this in each forward: torch's walk over all parameters takes as long as all else.
-            params = [p for p in part._parameters.values() if p is not None] or [*part.parameters()]
-            texts += [_describe(place, part, params)] if params else []
-    return "\n".join(texts) or f"{name}: {type(module).__name__}, not converted"
+        if is_converted(part) and (params := [*part.parameters()]):
+            texts.append(_describe(getattr(part, "qualified_name", "") or place, part, params) + how)
+    texts = texts or [f"{name}: {type(module).__name__}, not converted{how}"]
+    for named in (module.named_parameters, module.named_buffers) if how else ():
+        texts += [f"{key}: {[*t.shape]} of {t.dtype}" for key, t in named(name, remove_duplicate=False)]
+    return "\n".join(texts)
 
 
 class CachedDescription:
     """The description of a part of a model, which ranks compare often. It is rebuilt once the part has changed."""
 
-    def __init__(self, name: str, part: nn.Module) -> None:
-        self._name, self._part = name, part
+    def __init__(self, part: nn.Module) -> None:
+        self._part = part
         self._layers: list[Any] = [*converted(part)]
         self._was: list[tuple[object, ...]] = []
         self._texts: dict[object, tuple[int, str]] = {}
@@ -234,8 +260,7 @@ class CachedDescription:
         kind = (rows.shape[1:], rows.dtype, rows.requires_grad)
         if (entry := self._texts.get(kind)) is None:
             gradient = "with" if rows.requires_grad else "without"
-            text = f"rows of {[*rows.shape[1:]]} {rows.dtype} {gradient} a gradient\n"
-            text += description(self._name, self._part)
+            text = f"rows of {[*rows.shape[1:]]} {rows.dtype} {gradient} a gradient\n{description(self._part)}"
             entry = self._texts[kind] = digest(text), text
         return entry
 

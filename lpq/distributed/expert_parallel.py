@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from lpq.distributed.alike import check_part, description
+from lpq.distributed.alike import check_part
 from lpq.distributed.expert_rows import Dispatch, RowExchange, encoded_rows
 from lpq.distributed.model_check import ModelCheck
 from lpq.registry.errors import suggestion
@@ -46,7 +46,7 @@ class ExpertParallel(ParallelStyle):
         self.how = dispatch
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
-        check_part(f"{description(type(module).__name__, module)}, dispatch={self.how!r}", device_mesh)
+        check_part(module, f", to be shared out by ExpertParallel(dispatch={self.how!r})", device_mesh)
         _check(module, device_mesh)
         if self.how == "encoded":
             encoded_rows(f"ExpertParallel: {type(module).__name__}", module)

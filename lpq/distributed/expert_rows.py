@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lpq.distributed.alike import REMEDY, CachedDescription
+from lpq.distributed.alike import DIFFER, REMEDY, CachedDescription, agree
 from lpq.distributed.ranks import Ranks, raise_on_all
 from lpq.formats import Quantizer, Storage
 from lpq.formats.layout import row_major
@@ -62,7 +62,9 @@ class RowExchange:
         self.title, self.experts = type(module).__name__, next(module.parameters()).shape[0]
         self.sends = True
         """Whether this rank sends rows to any expert."""
-        self._module, self._how, self._described = module, how, CachedDescription(type(module).__name__, module)
+        self._module, self._how, self._described = module, how, CachedDescription(module)
+        self._met = False
+        """Whether all ranks have come to a first call: until then one may be about to share out other experts."""
         self._call: Route | None = None
         """The call that has begun and not ended. One that activation checkpointing breaks off never ends."""
 
@@ -76,6 +78,9 @@ class RowExchange:
         ranks, group, title = mesh.size(), mesh.get_group(), self.title
         counts, lines, mistake = self._prepare(rows, ends)
         number, text = self._described.with_rows(rows)
+        if not self._met:
+            agree(text.split("\n"), mesh)
+            self._met = True
         number %= MODELS
         own = torch.cat([counts.view(ranks, -1), counts.new_full((ranks, 1), number)], 1)
         each = [own.shape[1]] * ranks
@@ -91,7 +96,7 @@ class RowExchange:
                 )
             raise_on_all(mistake, [Ranks(group)], f"{title}: ", " send its rows", ValueError)
         if {*models} != {number}:  # on all ranks, as each one gets the numbers of all
-            Ranks(group).equal(text.split("\n"), "the ranks do not have the same experts", REMEDY)
+            Ranks(group).equal(text.split("\n"), DIFFER, REMEDY)
         expert = torch.arange(counts.shape[1], device=rows.device).repeat(ranks).repeat_interleave(inbound.reshape(-1))
         order = expert.argsort(stable=True)
         back = torch.empty_like(order)

@@ -16,6 +16,8 @@ from time import monotonic
 from lpq.registry.warning import warn
 from lpq.torch_private.distributed import Store, is_imitated, job_store, job_timeout
 
+FREE = ("cpu",)
+"""Devices that the host need not wait for: ranks compare in a collective there, and not in the store."""
 PATIENCE = 30.0
 """Seconds after which a rank that waits for the others warns. They may be late for good reasons, so it waits on."""
 SOON = 5.0

@@ -14,15 +14,15 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lpq.distributed import meeting
-from lpq.distributed.alike import REMEDY, Comparison, SharedLayer, are_equal, converted
+from lpq.distributed.alike import Comparison, SharedLayer, agree, converted
 from lpq.distributed.optimizer_steps import Watcher
-from lpq.distributed.ranks import Ranks, digest
 from lpq.distributed.replicas import Replicas
 from lpq.operations.reduce_statistics import Reductions
 from lpq.torch_private.distributed import active_replica
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 L = TypeVar("L", bound=SharedLayer)
 
-FREE = ("cpu",)
-"""Devices that the host need not wait for."""
 MOST = 1024
 """The number of different inputs that are remembered."""
 
@@ -91,14 +89,14 @@ class ModelCheck(Watcher):
     def of(cls, model: nn.Module) -> ModelCheck | None:
         """The check of a model; None in a process that is alone, whose steps it would watch for nothing: to watch them
         imports the compiler."""
-        alone = os.environ.get("WORLD_SIZE", "1") == "1" and not _has_ranks()
+        alone = os.environ.get("WORLD_SIZE", "1") == "1" and not dist.is_initialized()
         return None if alone else cls(model)
 
     @classmethod
     def give(cls, layer: nn.Module) -> None:
         """Give the layers of a model a check in the first pass of one that has none, if ranks share the model: it is a
         copy, came out of a file, was made by hand, or is replicated though its weights were prepared for FSDP2."""
-        if not _has_ranks():
+        if not dist.is_initialized():
             return
         if (wrapper := active_replica()) is not None:
             root = wrapper.module
@@ -123,13 +121,13 @@ class ModelCheck(Watcher):
         """Return the comparison that ranks make before an optimizer's step, if they rely on it: they have compared, and
         do not see in the next pass of a layer on this device, ``traced`` or not, that one rank has changed it."""
         passes = self._passes
-        sees = not traced and (passes.moving or device.type in FREE)
+        sees = not traced and (passes.moving or device.type in meeting.FREE)
         return self._steps if passes.sets and not sees else None
 
     def in_pass(self) -> None:
         """Compare in the first pass in which ranks share the model. Not all ranks may run this layer now; then they
         compare before the optimizer's step."""
-        if not self.open or (model := self._model()) is None or not _has_ranks():
+        if not self.open or (model := self._model()) is None or not dist.is_initialized():
             return
         wrapper = active_replica()
         if not torch.is_grad_enabled():
@@ -157,8 +155,9 @@ class ModelCheck(Watcher):
     def before_trace(self) -> None:
         """Compare before a compiler traces a pass in which ranks send each other operands: it traces anew after a
         recipe has changed. The compiled code compares nothing."""
-        if not self._passes.alike and not self._passes.moving and (model := self._model()) is not None and _has_ranks():
-            self._passes.compare(model)
+        passes = self._passes
+        if not (passes.alike or passes.moving) and (model := self._model()) is not None and dist.is_initialized():
+            passes.compare(model)
 
     def before_pass(
         self, layer: L, input: Tensor, weight: DTensor, check: Callable[[L, Tensor, DTensor], None],
@@ -183,7 +182,7 @@ class ModelCheck(Watcher):
         except RuntimeError:
             pass  # it has no shape: check says so
         due = passes.moving and passes.first() is layer
-        if facts in self._inputs and mesh.device_type not in FREE and not due:
+        if facts in self._inputs and mesh.device_type not in meeting.FREE and not due:
             if not passes.alike:  # since a recipe has changed
                 passes.compare(self._model() or cast("nn.Module", layer), steps=False)
             return
@@ -192,15 +191,8 @@ class ModelCheck(Watcher):
             own = f"{layer.title} with {facts}"
         except (TypeError, ValueError, RuntimeError) as error:
             own, refusal = str(error), error
-        alike, ranks = passes.alike, Ranks(mesh, device=weight.device)
-        if due or mesh.device_type in FREE:
-            equal = are_equal(f"{alike}, {own}", [ranks])
-        else:
-            equal = _meet(ranks, alike, own, refusal)
-        if not equal:
-            differ = "the ranks do not call the same layer with equal parts of its input"
-            ranks.equal([own], differ, f"Give each rank a part of the same size. {REMEDY}")
-            alike = False
+        differ = "the ranks do not call the same layer with equal parts of its input"
+        alike = agree([own], mesh, differ, str(passes.alike), refusal) and passes.alike
         if refusal is not None:
             raise refusal
         if due or not alike:
@@ -218,7 +210,7 @@ class ModelCheck(Watcher):
 
     def before_step(self, optimizer: Optimizer) -> None:
         model, comparison = self._model(), self._steps
-        if model is None or not _has_ranks():
+        if model is None or not dist.is_initialized():
             return
         self.open = self.open and not self._sought
         if comparison.alike and not comparison.moving and not comparison.withholds:
@@ -231,33 +223,10 @@ class ModelCheck(Watcher):
 
     def after_step(self, optimizer: Optimizer, reductions: Reductions) -> None:
         """Make the states of layers equal. Layers whose weight is gathered quantized leave this to ``Gathering``."""
-        if (model := self._model()) is None or not _has_ranks():
+        if (model := self._model()) is None or not dist.is_initialized():
             return
         if self._memories is None:
             from lpq.distributed.memories import Memories
 
             self._memories = Memories(model, lambda layer: layer.gather is None, self._replicas)
         self._remembers |= self._memories.reduce(optimizer, reductions)
-
-
-def _meet(ranks: Ranks, alike: bool, own: str, refused: Exception | None) -> bool:
-    """Whether all ranks have an equal input that is new to them. If not all come, a rank that refuses its own raises
-    soon, and another one after it has waited long."""
-    text = f"{digest(f'{alike}, {own}'):x}"
-    seconds = None if refused is None else meeting.SOON
-    equal = meeting.meet(ranks.names, "inputs", text, seconds, f"{_NEW}: {own}. {REMEDY}")
-    if equal is not None:
-        return equal
-    if refused is not None:
-        refused.add_note("Not all ranks have come to compare their inputs: the others wait until this process ends.")
-        raise refused
-    raise RuntimeError(f"{_NEW}, for {meeting.limit():.0f} s: {own}. Give each rank a part of the same size. {REMEDY}")
-
-
-_NEW = "this rank has an input that is new, and waits to compare it with the other ranks', of which not all have come"
-
-
-def _has_ranks() -> bool:
-    import torch.distributed as dist
-
-    return dist.is_available() and dist.is_initialized()

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor import parallel as torch_styles
 
-from lpq.distributed.alike import check_part, description
+from lpq.distributed.alike import check_part
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private import symmetric
 from lpq.torch_private.hooks import noting_own
@@ -126,6 +126,7 @@ class SequenceParallel(torch_styles.SequenceParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        check_part(module, f", its sequence divided as {self.sequence_sharding[0]}", device_mesh)
         vars(module)[SEQUENCE] = self.sequence_sharding[0]
         apply: Apply = super()._apply
         return noting_own(lambda: apply(module, device_mesh), module)
@@ -137,16 +138,14 @@ def _has_recipe(module: nn.Module) -> bool:
 
 def _prepare(module: nn.Module, mesh: DeviceMesh, layouts: Layouts) -> None:
     """Set, on a layer of lpq, how its input lies over the ranks, and how its output is to lie."""
-    name = getattr(module, "qualified_name", "") or type(module).__name__
-    check_part(f"{description(name, module)}, input {layouts.input}, output {layouts.output}", mesh)
+    check_part(module, f", input {layouts.input}, output {layouts.output}", mesh)
     if not hasattr(module, "weight_quantizer"):
         vars(module)[STYLED] = True
         return
     if isinstance(module.weight, QuantizedTensor):
-        title: Any = getattr(module, "title", type(module).__name__)
         raise ValueError(
-            f"{title}: its weight was prepared by lpq.convert(…, weights='quantized'), which is not built for weights "
-            "that tensor parallelism shards: convert with weights='high_precision', or without weights="
+            f"{module.title}: its weight was prepared by lpq.convert(…, weights='quantized'), which is not built for "
+            "weights that tensor parallelism shards: convert with weights='high_precision', or without weights="
         )
     for name, placement in (("input_layouts", layouts.input), ("output_layouts", layouts.output)):
         if not isinstance(placement, Placement):

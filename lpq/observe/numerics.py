@@ -105,12 +105,10 @@ def numerics(
     check_whole("numerics", 0, step=step)
     names = _names_of(model, [layers] if isinstance(layers, str) else [*layers])
     ranks = Ranks.of(process_group, is_shared(model), "watches")
-    ranks.equal(
-        [*names.values()], "numerics: the ranks watch other layers",
-        "Convert the model alike on all of them; where stages of a pipeline differ, pass process_group=, the ranks of "
-        "one stage",
-    )  # fmt: skip
     other = None if what_if is None else recipes.recipe(what_if)
+    options = f"every={every}, rows={rows}, step={step}, what_if={other and other.text}"
+    remedy = "Convert the model, and call this, alike on all of them; a stage of a pipeline passes its process_group="
+    ranks.equal([*names.values(), options], "numerics: the ranks do not watch the same", remedy)
     return Numerics(model, names, every, other, rows, step, ranks)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lpq
-from lpq.distributed import alike, meeting, model_check
+from lpq.distributed import alike, meeting
 
 OTHER = "fp8-row"
 Step = Callable[[], Any]
@@ -116,7 +116,7 @@ def _compiled() -> Any:
 @contextmanager
 def _as_on_gpus(make: Any = None) -> Iterator[None]:
     """Have no pass compare what is known, and each step look for changes: a rank waits for less time than usual."""
-    free = mock.patch.object(model_check, "FREE", ("cpu",) if make is _compiled else ())
+    free = mock.patch.object(meeting, "FREE", ("cpu",) if make is _compiled else ())
     with free, mock.patch.object(alike, "OFTEN", 0.0):
         yield
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.profiler import ProfilerActivity, profile
 
 import lpq
-from lpq.distributed import model_check
+from lpq.distributed import meeting
 from lpq.distributed import tensor_parallel as tp
 from lpq.kernels.fresh import fresh
 from lpq.nn import parallel_step
@@ -103,7 +103,7 @@ def cost_of(pair: nn.Module, sequences: bool) -> Cost:
 def test_no_call_no_operator_and_no_collective_is_added(rank: int, recipe: str, fused: bool) -> None:
     costs, of = (FUSED, cost_of_block) if fused else (PAIR, cost)
     with imitated_gpu(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_check, "FREE", ())  # on a GPU ranks compare new inputs alone
+        patch.setattr(meeting, "FREE", ())  # on a GPU ranks compare new inputs alone
         found = of(recipe, False), of(recipe, True)
     for now, most in zip(found, costs[recipe], strict=True):
         assert all(a <= b for a, b in zip(now, most, strict=True)), found

@@ -21,10 +21,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import lpq
-from lpq.distributed import alike, expert_rows, meeting, model_check
+from lpq.distributed import alike, expert_rows, meeting
 from lpq.distributed.alike import check_alike
 from lpq.distributed.expert_parallel import ExpertParallel
-from lpq.distributed.tensor_parallel import ColwiseParallel
+from lpq.distributed.tensor_parallel import ColwiseParallel, SequenceParallel
 from lpq.nn import GroupedLinear
 from lpq.nn.stages import Stages
 
@@ -111,7 +111,7 @@ def test_a_gpu_is_waited_for_where_something_is_new(rank: int) -> None:
         with mock.patch.object(meeting, "meet", wraps=meeting.meet) as met:
             return compares(lambda: model(x)), met.call_count
 
-    with mock.patch.object(model_check, "FREE", ()):
+    with mock.patch.object(meeting, "FREE", ()):
         assert [times(x) for x in (X, X, X[:, :16], X[:, :16], X)] == [(0, 4), (0, 0), (0, 2), (0, 0), (0, 0)]
         model[2].recipe = "fp8-current"
         assert [times(x) for x in (X, X)] == [(0, 1), (0, 0)]
@@ -122,18 +122,18 @@ def test_on_gpus_a_rank_does_not_wait_for_others_that_know_their_input(rank: int
     """It refuses its own, or says that it is new; here the other one does nothing meanwhile. All go on to work, and
     where all have new inputs, all raise."""
     model, soon = parallel(), mock.patch.object(meeting, "SOON", 0.2)
-    with mock.patch.object(model_check, "FREE", ()), soon:
+    with mock.patch.object(meeting, "FREE", ()), soon:
         expected = model(X)
         if rank == 1:
             with pytest.raises(TypeError, match=r"the input is torch\.int64; float32") as error:
                 model(X.long())
             assert error.value.__notes__ == [mock.ANY]
-            alone = pytest.raises(RuntimeError, match=r"new, and waits.* for 0 s: .*\[2, 16, 64\].* the same size")
+            alone = pytest.raises(RuntimeError, match=r"input that is new .* for 0 s: .*\[2, 16, 64\].* the same size")
             with mock.patch.object(meeting, "limit", return_value=0.2), alone:
                 model(X[:, :16])
         dist.barrier()
         assert torch.equal(model(X), expected)
-    with mock.patch.object(model_check, "FREE", ()):
+    with mock.patch.object(meeting, "FREE", ()):
         begins = "the ranks do not call the same layer with equal parts of its input: "
         refused(lambda: model(X.long() if rank else X[:, :8]), "torch.int64; float32", "[2, 8, 64]", begins=begins)
         assert torch.equal(model(X), expected)
@@ -152,15 +152,47 @@ def test_without_a_conversion(rank: int) -> None:
     refused(torch.optim.SGD(model.parameters()).step, "fprop=mxfp8(), ")
 
 
+@pytest.mark.parametrize("gpus", [False, True])
 @pytest.mark.parametrize("left_out", ["0", "2"])
 @on_ranks(2)
-def test_a_layer_that_one_rank_does_not_share_out(rank: int, left_out: str) -> None:
-    """That rank is at the next layer, or at its first pass, where ranks compare as well."""
+def test_a_layer_that_one_rank_does_not_share_out(rank: int, left_out: str, gpus: bool) -> None:
+    """That rank is at the next layer, or at its first pass, where ranks compare as well; on GPUs in the store."""
     plan = shared_out("0", "2", 1)
     if rank == 1:
         del plan[left_out]
-    found = agreed(lambda: parallelize_module(net(), mesh_of(), plan)(X), RuntimeError)
+    with mock.patch.object(meeting, "FREE", () if gpus else ("cpu",)):
+        found = agreed(lambda: parallelize_module(net(), mesh_of(), plan)(X), RuntimeError)
     assert all(f": rank 0 has [{left_out}: Linear with a weight" in said for said in found), found
+
+
+def _other_part(case: str, rank: int) -> nn.Module:
+    """Share out a module that differs on rank 1 in something other than its recipe."""
+    torch.manual_seed(0)
+    other = rank == 1
+    layer, norm, experts = nn.Linear(64, 128, bias=not other), nn.LayerNorm(64, bias=not other), nn.Module()
+    if case == "a bias":
+        return parallelize_module(lpq.convert(nn.Sequential(layer), "mxfp8"), mesh_of(), {"0": ColwiseParallel()})
+    if case == "another size":
+        return parallelize_module(nn.Linear(64, 128 << rank), mesh_of(), ColwiseParallel())
+    if case == "a norm":
+        return parallelize_module(norm, mesh_of(), SequenceParallel())
+    experts.up = nn.Parameter(torch.ones(4, 32 << (case == "wider experts" and other), 64))
+    if case == "a parameter of experts" and other:
+        experts.bias = nn.Parameter(torch.ones(4, 32))
+    return parallelize_module(experts, mesh_of(), ExpertParallel())
+
+
+@pytest.mark.parametrize(
+    ("case", "first", "second"),
+    [("a bias", "0.bias: [128]", "none"), ("a norm", "LayerNorm.bias: [64]", "none"),
+     ("another size", "Linear.weight: [128, 64]", "Linear.weight: [256, 64]"),
+     ("wider experts", "Module.up: [4, 32, 64]", "Module.up: [4, 64, 64]"),
+     ("a parameter of experts", "none", "Module.bias: [4, 32]")],
+)  # fmt: skip
+@on_ranks(2)
+def test_parts_that_differ_in_what_is_not_converted(rank: int, case: str, first: str, second: str) -> None:
+    """torch would wait for a tensor that the other rank lacks, or take a part of another size for its own."""
+    refused(lambda: _other_part(case, rank), f"rank 0 has [{first}", f"rank 1 has [{second}")
 
 
 def _block() -> nn.Sequential:
@@ -208,7 +240,6 @@ def _mx(text: str) -> str:
 
 
 ENDS = torch.tensor([8, 16, 24, 32], dtype=torch.int32)
-OTHER = "the ranks do not have the same experts: "
 
 
 @on_ranks(2)
@@ -223,13 +254,34 @@ def test_experts(rank: int) -> None:
         if dispatched[0] == dispatched[1]:
             model = _shared(recipes[0], dispatched[0])
             model.up.recipe = recipes[rank]
-            refused(lambda: model(X[0], ENDS), made, begins=OTHER)  # noqa: B023
+            refused(lambda: model(X[0], ENDS), made)  # noqa: B023
     model = _shared("mxfp8")
     model(X[0], ENDS)
     other = X[0].bfloat16() if rank else X[0]
-    refused(lambda: model(other, ENDS), "[rows of [64] torch.bfloat16 without a gradient]", begins=OTHER)
+    refused(lambda: model(other, ENDS), "[rows of [64] torch.bfloat16 without a gradient]")
     model.up.recipe = "mxfp8" if rank else "fp8-current"
-    refused(lambda: model(X[0], ENDS), "rank 1 has [_Experts.up", begins=OTHER)
+    refused(lambda: model(X[0], ENDS), "rank 1 has [_Experts.up")
+
+
+class _Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = _Experts("mxfp8"), _Experts("mxfp8")
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        return self.a(x, ends) + self.b(x, ends)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("gpus", [False, True])
+@pytest.mark.parametrize("left_out", ["a", "b"])
+@on_ranks(2)
+def test_experts_that_one_rank_does_not_share_out(rank: int, left_out: str, gpus: bool) -> None:
+    """That rank is at its first call, or at the next experts. On GPUs ranks meet in the store."""
+    plan = {name: ExpertParallel() for name in "ab" if rank == 0 or name != left_out}
+    with mock.patch.object(meeting, "FREE", () if gpus else ("cpu",)):
+        made = lpq.convert(_Two(), "mxfp8")
+        refused(lambda: parallelize_module(made, mesh_of(), plan)(X[0], ENDS), "rank 0 has [", f"[{left_out}.up: ")
+        parallelize_module(lpq.convert(_Two(), "mxfp8"), mesh_of(), dict.fromkeys("ab", ExpertParallel()))(X[0], ENDS)
 
 
 @on_ranks(2)
