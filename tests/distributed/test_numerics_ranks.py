@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -127,11 +128,19 @@ def test_ranks_with_experts_have_the_statistics_of_all_experts(rank: int) -> Non
 
 
 @on_ranks(RANKS)
-def test_ranks_that_watch_other_layers_are_refused(rank: int) -> None:
+def test_ranks_that_watch_otherwise_are_refused(rank: int) -> None:
+    """Other layers, or in other steps or by another recipe, of which sums of other sizes would be added up."""
     net = fully_shard(model("mxfp8"))
-    words = r"the ranks watch other layers: rank 0 has \[left\], and rank 1 has \[down\]"
-    with pytest.raises(RuntimeError, match=words):
-        lpq.observe.numerics(net, layers=["left", "down"][rank])
+    ways: tuple[tuple[str, list[Any], str, str], ...] = (
+        ("layers", ["left", "down"], "left", "down"),
+        ("every", [1, 2], "every=1, rows=256, step=0, what_if=None", "every=2, rows=256, step=0, what_if=None"),
+        ("step", [0, 1], "every=100, rows=256, step=0, what_if=None", "every=100, rows=256, step=1, what_if=None"),
+        ("what_if", [None, "mxfp8"], "every=100, rows=256, step=0, what_if=None", "what_if=mxfp8()"),
+    )
+    for option, values, first, second in ways:
+        words = rf"rank 0 has \[{re.escape(first)}\], and rank 1 has \[.*{re.escape(second)}\]"
+        with pytest.raises(RuntimeError, match=f"the ranks do not watch the same: {words}"):
+            lpq.observe.numerics(net, **{option: values[rank]})
 
 
 @on_ranks(RANKS)
