@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lpq.nn.weighted_layer import WeightedLayer
 from lpq.torch_private import autograd
+from lpq.torch_private.dispatch import without_modes
 from lpq.torch_private.tensors import version_of
 
 States = Mapping[str, Mapping[str, Tensor]]
@@ -43,7 +44,8 @@ def counts_to_save(states: States) -> Tensor | None:
     """The write counts of the states that a run reads, to be saved among its tensors; None if it is not recomputed."""
     if torch.compiler.is_compiling() or autograd.hooks_that_save() is None:
         return None
-    return torch.tensor(_counts(states))
+    with without_modes():  # one that selects what is recomputed would hand out the first run's counts again
+        return torch.tensor(_counts(states))
 
 
 def compare(title: str, before: list[int], saved: Tensor) -> None:

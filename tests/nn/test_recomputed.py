@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from support.comparing import equal
-from support.passes import offloaded, plainly, recomputed, reentrant
+from support.passes import evaluated, offloaded, plainly, recomputed, reentrant
 from support.small_models import converted
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 MOVED = "activation checkpointing runs it again in backward, and its states of delayed scaling have moved"
 
@@ -79,3 +81,20 @@ def test_tensors_on_their_way_to_another_place_are_let_through() -> None:
             (run(module, x).sum() + run(module, x + 1).sum()).backward()
         both.append(found(module))
     assert equal(*both)
+
+
+def test_a_selection_of_what_is_recomputed_hides_no_moved_state() -> None:
+    """A policy that saves all of torch's operators kept the counts of the first run, too, and had them compared with
+    themselves."""
+
+    def policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        recomputes = operator.namespace == "lpq"
+        return CheckpointPolicy.PREFER_RECOMPUTE if recomputes else CheckpointPolicy.MUST_SAVE
+
+    module, xs = layer(), inputs(2)
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    first, second = (checkpoint(module, x, use_reentrant=False, context_fn=contexts).sum() for x in xs)
+    first.backward()
+    evaluated(module, xs[0])
+    with pytest.raises(RuntimeError, match=MOVED):
+        second.backward()
