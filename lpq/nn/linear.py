@@ -215,10 +215,9 @@ class Layer(WeightedLayer):
         if shapes.parts is not None:
             states = {name: {key: local_part(t) for key, t in state.items()} for name, state in states.items()}
         if plan.moving:
-            moving = {tensor: states[tensor] for tensor in plan.moving}
             if active_replica() is not None or torch.compiler.is_compiling():
-                check_memories(self, moving)
-            recomputed.check(self, moving)
+                check_memories(self, {tensor: states[tensor] for tensor in plan.moving})
+            recomputed.check(self)
         measured: Sequence[Tensor] = ()
         if (gather := self.gather) is not None:
             if not torch.compiler.is_compiling():

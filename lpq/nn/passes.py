@@ -38,8 +38,6 @@ class Passes:
         """Whether a compiler has traced a pass. The compiled code notes nothing when it runs."""
         self.read_past = False
         """Whether the pass of another module has read a weight of the layer (``lpq/nn/called.py``)."""
-        self.state_counts: list[int] | None = None
-        """The write counts of the states that the last forward read (``lpq/nn/recomputed.py``)."""
         self.calls: tuple[object, dict[object, Any]] = (None, {})
         """The epoch of the registry, and what was bound in it for passes of one kind, by all that it depends on: calls,
         steps, or ways over a mesh."""

@@ -10,7 +10,6 @@ refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -23,21 +22,15 @@ from lpq.torch_private.tensors import version_of
 States = Mapping[str, Mapping[str, Tensor]]
 
 
-def check(layer: WeightedLayer, states: States) -> None:
-    """Refuse to run forward again if states of the layer have moved since, or if checkpointing is reentrant."""
-    if torch.compiler.is_compiling():
+def check(layer: WeightedLayer) -> None:
+    """Refuse to run forward again in backward if checkpointing is reentrant."""
+    if torch.compiler.is_compiling() or autograd.graph_task() == -1 or autograd.hooks_that_save() is not None:
         return
-    counts = _counts(states)
-    if autograd.graph_task() == -1:  # outside of backward
-        layer.passes.state_counts = counts
-    elif autograd.hooks_that_save() is None:
-        raise RuntimeError(
-            f"{layer.title}: activation checkpointing with use_reentrant=True runs it again in backward, where the "
-            "state that delayed scaling had when it ran first is lost: pass use_reentrant=False, or give it a recipe "
-            "that remembers nothing"
-        )
-    elif layer.passes.state_counts not in (None, counts):
-        _refuse(layer.title)
+    raise RuntimeError(
+        f"{layer.title}: activation checkpointing with use_reentrant=True runs it again in backward, where the "
+        "state that delayed scaling had when it ran first is lost: pass use_reentrant=False, or give it a recipe that "
+        "remembers nothing"
+    )
 
 
 def counts_to_save(states: States) -> Tensor | None:
@@ -49,22 +42,17 @@ def counts_to_save(states: States) -> Tensor | None:
 
 
 def compare(title: str, before: list[int], saved: Tensor) -> None:
-    """Refuse backward of a run of this layer if its saved tensors were recomputed from other states than the run had
-    read."""
+    """Refuse backward of a run whose saved tensors were recomputed from other states than the run had read."""
     if saved.tolist() != before:
-        _refuse(title)
+        raise RuntimeError(
+            f"{title}: activation checkpointing runs it again in backward, and its states of delayed scaling have "
+            "moved since it ran: it would compute other numbers. That happens where a layer runs several times before "
+            "backward, or a whole backward runs twice. Leave it out of checkpointing, or give it a recipe that "
+            "remembers nothing"
+        )
 
 
 def _counts(states: States) -> list[int]:
     """The write count of each state that forward reads."""
     memories = [memory for tensor in ("x", "w") if tensor in states for memory in states[tensor].values()]
     return [0 if memory.is_inference() else version_of(memory) for memory in memories]
-
-
-def _refuse(who: str) -> NoReturn:
-    raise RuntimeError(
-        f"{who}: activation checkpointing runs it again in backward, and its states of delayed scaling have "
-        "moved since it ran: it would compute other numbers. That happens where a layer runs several times before "
-        "backward, or a whole backward runs twice. Leave it out of checkpointing, or give it a recipe that remembers "
-        "nothing"
-    )

@@ -300,7 +300,7 @@ def test_an_input_that_a_norm_encoded_costs_few_calls_more_than_another(recipe: 
     ("recipe", "sm", "place"),
     [
         ("fp8-current", HOPPER, "lpq.nn.multiply._gradients"),
-        ("fp8-delayed", HOPPER, "lpq.nn.recomputed._counts"),
+        ("fp8-delayed", HOPPER, "lpq.nn.recomputed.check"),
         ("fp8-current", HOPPER, "lpq.kernels.cublaslt._Plan.run"),
         ("mxfp8", HOPPER, "lpq_mxfp8.tile.Made"),
         ("mxfp8", HOPPER, "lpq.emulation.bf16_gemm.product"),
