@@ -228,8 +228,9 @@ class StatefulLayer(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         self.own_buffers()
         for name, memory in self.memories().items():
-            if prefix + name in state_dict and state_dict[prefix + name].shape != memory.shape:
-                del state_dict[prefix + name]  # another recipe's, which remembers more steps or fewer
+            value = state_dict.pop(prefix + name, None)
+            if value is not None and value.shape == memory.shape:  # not another recipe's, of more steps or fewer
+                state_dict[prefix + name] = value.to(memory.dtype)  # which assign=True would change
         super()._load_from_state_dict(state_dict, prefix, *args)
         missing: list[str] = args[2]
         unexpected: list[str] = args[3]

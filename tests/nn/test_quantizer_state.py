@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.comparing import equal_states
+from support.comparing import equal, equal_states
 from support.small_models import converted, linears
 from torch import nn
 
@@ -38,6 +38,23 @@ def test_delayed_scaling_resumes_bitwise() -> None:
     assert {"0.weight", "0.bias", "0.x_amax_history", "0.w_amax_history", "0.dy_amax_history"} <= set(saved[0])
     assert equal_states(trained(range(3, 6), saved)[0], whole)
     assert not torch.equal(trained(range(3, 6), saved, without="amax")[0]["0.weight"], whole["0.weight"])
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4-eden-delayed"])
+def test_a_state_that_was_cast_is_fp32_again_whichever_way_it_is_loaded(recipe: str) -> None:
+    """``assign=True`` made it bf16, and so were scales and what was remembered."""
+    net, x = converted(recipe, 48, 32), torch.randn(16, 48).bfloat16()
+    net(x.float()).square().sum().backward()
+    cast, found = {key: value.bfloat16() for key, value in net.state_dict().items()}, []
+    for assign in (False, True):
+        module = converted(recipe, 48, 32, dtype=torch.bfloat16)
+        module.load_state_dict(cast, assign=assign)
+        torch.manual_seed(0)
+        y = module(x * 3)
+        y.square().sum().backward()
+        found.append([y, *(p.grad for p in module.parameters()), *module.buffers()])
+    assert equal(*found)
+    assert {b.dtype for b in module.buffers()} == {torch.float32}
 
 
 def test_the_history_moves_in_backward_only() -> None:
