@@ -229,9 +229,10 @@ def check_accumulation(layer: StatefulLayer, weight: Tensor) -> None:
     if accumulate == "main_grad" and weight.requires_grad and torch.is_grad_enabled():
         into: Any = getattr(weight, "main_grad", None)
         fits = isinstance(into, Tensor) and into.is_floating_point() and into.device == weight.device
-        if not fits or into.shape != weight.shape:
+        if not fits or into.shape != weight.shape or not weight.is_leaf:
             of = [getattr(into, name, None) for name in ("dtype", "shape", "device")]
             raise RuntimeError(
                 f"{layer.title}: accumulate='main_grad', and its weight has {'none' if into is None else of}: set "
-                "weight.main_grad to zeros of the weight's shape, floating, on its device, before the first forward"
+                "weight.main_grad to zeros of the weight's shape, floating, on its device, before the first forward; "
+                "where a hook or a parametrization computes the weight, leave accumulate None"
             )

@@ -10,6 +10,8 @@ from support.comparing import equal
 from support.passes import Run, plainly, recomputed
 from support.small_models import converted
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import cached
 
 import lpq
 from lpq.torch_private import autograd
@@ -118,6 +120,26 @@ def test_a_compiled_model_leaves_the_layer_uncompiled() -> None:
         loss(compiled, number).backward()
         loss(twin, number).backward()
     assert torch.equal(net[0].weight.grad, twin[0].weight.grad)
+
+
+def test_a_computed_weight_passes_its_gradient_on() -> None:
+    """``retain_grad`` gives it a ``.grad``: what was added there did not get to the parameters."""
+    found = []
+    for accumulate in (None, "grad"):
+        net = model(accumulate=accumulate)[0]
+        weight_norm(net)
+        with cached():
+            net.weight.retain_grad()
+            losses = [loss(net, number) for number in range(2)]
+            for each in losses:
+                each.backward(retain_graph=True)
+        found.append([p.grad for p in net.parameters()])
+    assert equal(*found)
+    net = weight_norm(model(accumulate="main_grad")[0])
+    with cached():
+        net.weight.main_grad = torch.zeros_like(net.weight)
+        with pytest.raises(RuntimeError, match="a parametrization computes the weight, leave accumulate None"):
+            net(batch())
 
 
 def test_it_is_taken_back_by_converting_again() -> None:
