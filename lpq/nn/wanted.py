@@ -52,7 +52,7 @@ def computes(node: Any, returned: bool = True) -> bool:
 
 def sum_in_place(weight: Tensor, where: Accumulate) -> Tensor | None:
     """The tensor to which backward adds the gradient of the weight in place; None: there is no ``.grad`` yet, or the
-    weight is computed, and autograd takes the gradient on to that of which it is."""
+    weight is computed, and its gradient goes on to what it is computed of."""
     if where == "grad":
         return weight.grad if weight.is_leaf else None
     into: Tensor | None = getattr(weight, "main_grad", None)

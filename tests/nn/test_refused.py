@@ -148,6 +148,17 @@ def test_another_device_and_a_weight_of_another_dtype(recipe: str) -> None:
         layer.double()(torch.ones(2, 64))
 
 
+@pytest.mark.parametrize("recipe", ["mxfp4", "nvfp4", "fp8-current"])
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_weight_of_another_width(recipe: str, wide: bool) -> None:
+    """Where blocks filled it up to the width of the input, it was multiplied without a word."""
+    layer, weight = converted(recipe, 48, 32)[0], torch.randn(32, 64 if wide else 40)
+    layer(torch.ones(4, 48))
+    words = rf"lpq\.nn\.Linear\(48, 32\): the weight is \[32, {weight.shape[1]}\], and must be \[outputs, 48\]"
+    with pytest.raises(ValueError, match=words):
+        torch.func.functional_call(layer, {"weight": weight}, (torch.ones(4, 48),))
+
+
 def test_operands_on_two_devices_are_not_multiplied() -> None:
     here, there = (lpq.quantizer("mxfp8").quantize(torch.randn(64, 64, device=d)).row for d in ("cpu", "meta"))
     with pytest.raises(ValueError, match="a is on cpu and b on meta"):
