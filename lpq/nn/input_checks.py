@@ -48,7 +48,9 @@ def check(layer: WeightedLayer, input: Tensor, weight: Tensor) -> None:
         if layer.gather is not None and "weight" not in layer._parameters:
             _check_prepared(layer)
     if weight.shape[1:] != (layer.in_features,):
-        raise ValueError(f"{layer.title}: the weight is {list(weight.shape)}, and must be [outputs, {layer.in_features}]")
+        raise ValueError(
+            f"{layer.title}: the weight is {list(weight.shape)}, and must be [outputs, {layer.in_features}]"
+        )
 
 
 def _check_tensors(layer: WeightedLayer, input: Tensor, weight: Tensor) -> None:

@@ -38,7 +38,7 @@ def counts_to_save(states: States) -> Tensor | None:
     if torch.compiler.is_compiling() or autograd.hooks_that_save() is None:
         return None
     with without_modes():  # one that selects what is recomputed would hand out the first run's counts again
-        return torch.tensor(_counts(states))
+        return torch.tensor(_counts(states), device="cpu")
 
 
 def compare(title: str, before: list[int], saved: Tensor) -> None:

@@ -98,3 +98,12 @@ def test_a_selection_of_what_is_recomputed_hides_no_moved_state() -> None:
     evaluated(module, xs[0])
     with pytest.raises(RuntimeError, match=MOVED):
         second.backward()
+
+
+def test_the_default_device_has_no_part_in_it() -> None:
+    """The counts were put there: on a GPU the host waited for them, and on the meta device there were none."""
+    module, (x,) = layer(), inputs(1)
+    with torch.device("meta"):
+        y = recomputed(module, x)
+    y.sum().backward()
+    assert module.weight.grad.any()
