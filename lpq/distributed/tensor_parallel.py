@@ -6,8 +6,8 @@ partly converted model. Convert the model first, then call ``parallelize_module`
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -21,7 +21,6 @@ from lpq.torch_private import symmetric
 from lpq.torch_private.hooks import noting_own
 from lpq.torch_private.styles import InputStyle, LayerStyle
 
-Apply = Callable[[nn.Module, DeviceMesh], nn.Module]
 SEQUENCE = "lpq_sequence"
 """An attribute of modules that got ``SequenceParallel``: how their input lies over the ranks."""
 STYLED = "lpq_styled"
@@ -60,8 +59,7 @@ class _Style(LayerStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _prepare(module, device_mesh, Layouts(self.input_layouts[0], self.output_layouts[0], self.overlap))
-        apply: Apply = super()._apply  # type: ignore[safe-super]  # torch's, which comes next
-        return noting_own(lambda: apply(module, device_mesh), module)
+        return noting_own(partial(super()._apply, module, device_mesh), module)  # type: ignore[safe-super]  # torch's
 
 
 class ColwiseParallel(_Style, torch_styles.ColwiseParallel):
@@ -114,8 +112,7 @@ class PrepareInput(InputStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style = copy(self)  # a style may be given to several modules
         style.encoded = any(map(_has_recipe, module.modules()))
-        apply: Apply = super(PrepareInput, style)._apply
-        return noting_own(lambda: apply(module, device_mesh), module)
+        return noting_own(partial(super(PrepareInput, style)._apply, module, device_mesh), module)
 
 
 class SequenceParallel(torch_styles.SequenceParallel):
@@ -128,8 +125,7 @@ class SequenceParallel(torch_styles.SequenceParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_part(module, f", its sequence divided as {self.sequence_sharding[0]}", device_mesh)
         vars(module)[SEQUENCE] = self.sequence_sharding[0]
-        apply: Apply = super()._apply
-        return noting_own(lambda: apply(module, device_mesh), module)
+        return noting_own(partial(super()._apply, module, device_mesh), module)
 
 
 def _has_recipe(module: nn.Module) -> bool:
