@@ -134,7 +134,11 @@ def calibrate(
 
     chosen, searched, team, file = ranks.each(prepare)
     counts = len(team.ranks) if method == "percentile" and any(t.layer not in team.layers for t in chosen) else 1
-    settings = {"method": method, "percentile": percentile, "samples": samples, "ranks that share layers": counts}
+    options = {"method": method, "percentile": percentile, "samples": samples}
+    others = {"siblings": sorted(map(tuple, siblings)), "unseen": unseen}
+    facts = [f"{name}={value!r}" for name, value in {**options, **others}.items()]
+    ranks.equal(facts, "the ranks calibrate in other ways", "Call lpq.calibrate alike on all of them")
+    settings = {**options, "ranks that share layers": counts}
     saved = SavedStatistics(file, settings, ranks)
     run = partial(collect, model, chosen, batches, samples=samples, forward=forward, ranks=ranks, team=team)
     bar = partial(_bar, samples, visible=progress and ranks.rank == 0)

@@ -190,6 +190,14 @@ def test_what_one_rank_cannot_do_is_an_error_on_all(rank: int) -> None:
     other = lpq.convert(model(experts=2 if rank == 3 else 1), "fp8-current")
     with pytest.raises(CalibrationError, match=r"rank 0 has \[none\], and rank 3 has \[0\.experts\.1\.w1\.x_"):
         lpq.calibrate(other, data(1), process_group=everyone)
+    options: tuple[tuple[str, Any, str], ...] = (
+        ("siblings", [("w1", "w3")], r"siblings=\[\('w1', 'w3'\)\]"), ("samples", 7, "samples=7"),
+        ("percentile", 50, "percentile=50"), ("unseen", "error", "unseen='error'"),
+    )  # fmt: skip
+    for name, value, words in options:
+        how = {name: value} if rank == 3 else {}
+        with pytest.raises(CalibrationError, match=rf"in other ways: rank 0 has .*, and rank 3 has \[{words}\]"):
+            lpq.calibrate(net, data(4)[rank::4], process_group=everyone, **how)
     assert not statics(net)
     stored: Any = lpq.convert(model(experts=1), "fp8-current", weights="quantized", ranks=4)
     codes = {n: m.weight.row.data.clone() for n, m in layers(stored).items() if isinstance(m.weight, QuantizedTensor)}
