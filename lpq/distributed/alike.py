@@ -151,7 +151,7 @@ def check_alike(
             return None
         try:
             if not equal:
-                ranks.equal(texts, DIFFER, REMEDY, "no more layers")
+                ranks.equal(texts, DIFFER, REMEDY)
         except RuntimeError as raised:
             error = error or raised
     sets = [ranks for ranks, _ in by_ranks.values()]
@@ -291,6 +291,9 @@ def _layers(root: nn.Module) -> Iterator[tuple[str, list[nn.Parameter], torch.de
             high = ", gathered quantized" if isinstance(local, WeightShard) else ", in high precision"
             how = f", stored as {local.quantizer}" if isinstance(local, QuantizedTensor) else high
         yield _describe(names[module], module, params, dtype, how), params, device
+        for key, parameter in module._parameters.items():
+            if key != "weight" and parameter is not None:  # it is gathered with the weight
+                yield f"{names[module]}.{key}: {[*parameter.shape]}".lstrip("."), params, device
 
 
 def _describe(

@@ -39,12 +39,14 @@ def test_other_models(rank: int) -> None:
         (("mxfp8", "fp8-delayed"), ("w=fp8(scaling=delayed)",)),
     ):
         _refused(built(How(recipes[rank], **SMALL)), *words)
-    _refused(built(How("mxfp8", **SMALL, blocks=2 + rank)), "has [no more layers], and rank 1 has [2.norm: LayerNorm")
+    _refused(built(How("mxfp8", **SMALL, blocks=2 + rank)), "has [none], and rank 1 has [2.norm: LayerNorm")
     stored = built(How("mxfp8", ("high_precision", "quantized")[rank], **SMALL))
     _refused(stored, f"[0.up: {LAYER}, gathered quantized, recipe", "stored as mxfp8, recipe")
     _refused(built(How("mxfp8", width=64, inner=256 * (1 + rank))), "weight [256, 64]", "weight [512, 64]")
     mixed = built(How("mxfp8", **SMALL, mixed=bool(rank)))
     _refused(mixed, "torch.float32, in high precision", "torch.bfloat16, in high precision")
+    biased = lpq.convert(nn.Linear(64, 128, bias=rank == 0), "mxfp8", weights="high_precision", ranks=2)
+    _refused(fully_shard(biased), "rank 0 has [bias: [128]], and rank 1 has [none]")
     by_hand = built(How("mxfp8", **SMALL))
     by_hand(X)
     by_hand[1].up.recipe = ("nvfp4", E5M2)[rank]
