@@ -15,7 +15,7 @@ from lpq.nn.cached_weight import HeldWeight, turn_of_weight, weight_operands
 from lpq.nn.encoded_inputs import row_buffers
 from lpq.nn.exported import forward_of
 from lpq.nn.grouped_step import Groups
-from lpq.nn.input_checks import check_transforms, on_two_devices, unfit_dtypes
+from lpq.nn.input_checks import on_two_devices, unfit_dtypes, why_not_followed
 from lpq.nn.multiply import LayerCall, Multiplication
 from lpq.nn.observing import Watch
 from lpq.nn.plan import Plan
@@ -150,7 +150,8 @@ def check_tensors(title: str, x: Tensor, weight: Tensor, bias: Tensor | None) ->
         )
     if x.dtype not in DTYPES or weight.dtype not in DTYPES:
         raise unfit_dtypes(title, x, weight)
-    check_transforms(title)
+    if (why := why_not_followed()) is not None:
+        raise RuntimeError(f"{title}: {why}")
     if hasattr(weight, "device_mesh"):
         raise RuntimeError(
             f"{title}: its weight is sharded and was not gathered; call the module that fully_shard was called on, "

@@ -41,8 +41,8 @@ def check(layer: WeightedLayer, input: Tensor, weight: Tensor) -> None:
         )
     if input.device != weight.device:
         raise on_two_devices(layer.title, input, weight)
-    if not torch.compiler.is_dynamo_compiling():
-        check_transforms(layer.title)
+    if (why := why_not_followed()) is not None:
+        raise RuntimeError(f"{layer.title}: {why}")
     if not torch.compiler.is_compiling():
         check_static(layer, layer.title)
         if layer.gather is not None and "weight" not in layer._parameters:
@@ -83,20 +83,21 @@ def on_two_devices(title: str, input: Tensor, weight: Tensor) -> RuntimeError:
     )
 
 
-def check_transforms(title: str) -> None:
-    """Refuse a layer inside of a transform of ``torch.func``, or of ``torch.jit.trace``; ``title`` names the layer."""
-    if torch.compiler.is_dynamo_compiling():
-        return
+@once_when_traced
+def why_not_followed() -> str | None:
+    """Why a layer cannot run inside of a transform of ``torch.func``, or of ``torch.jit.trace``; None if it does not. A
+    compiler that traces a transform would differentiate the layer in a way of its own, and get other gradients."""
     if jit_traces():
-        raise RuntimeError(
-            f"{title}: torch.jit.trace records neither the kernels nor the sizes of a layer with a recipe: use "
+        return (
+            "torch.jit.trace records neither the kernels nor the sizes of a layer with a recipe: use "
             "torch.export.export, or give the layer none (layer.recipe = None)"
         )
     if transforms():
-        raise RuntimeError(
-            f"{title}: torch.func's transforms (grad, vmap, jvp …) do not pass through a layer with a recipe: use "
+        return (
+            "torch.func's transforms (grad, vmap, jvp …) do not pass through a layer with a recipe: use "
             "torch.autograd, as loss.backward() does, or give the layer none (layer.recipe = None)"
         )
+    return None
 
 
 def check_backward(dy: Tensor) -> None:

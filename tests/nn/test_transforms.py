@@ -43,6 +43,25 @@ def test_transforms_of_torch_func_are_refused_in_words() -> None:
         transform()
 
 
+@pytest.mark.parametrize("groups", [None, 2])
+def test_transforms_that_are_compiled_are_refused_too(groups: int | None) -> None:
+    """The compiler traced them, and made other gradients without a word."""
+    torch._dynamo.reset()
+    layer: Any = nn.Linear(48, 32) if groups is None else lpq.nn.GroupedLinear(groups, 48, 32, recipe=None)
+    layer, x = lpq.convert(layer, "mxfp8"), torch.randn(4, 48)
+    rest = () if groups is None else (torch.tensor([1, 4], dtype=torch.int32),)
+
+    def loss(weight: Tensor) -> Tensor:
+        return functional_call(layer, {"weight": weight}, (x, *rest)).square().sum()
+
+    with pytest.raises(RuntimeError, match=r"torch\.func's transforms"):
+        torch.compile(grad(loss), backend="aot_eager")(layer.weight.detach())
+    torch.compile(loss, backend="aot_eager")(layer.weight).backward()  # control
+    gradient, layer.weight.grad = layer.weight.grad, None
+    loss(layer.weight).backward()
+    assert torch.equal(gradient, layer.weight.grad)
+
+
 @pytest.mark.parametrize("stored", [None, "quantized"])
 def test_many_gradients_at_once_are_refused_in_words(stored: Any) -> None:
     experts = lpq.convert(lpq.nn.GroupedLinear(2, 48, 32, recipe=None), "mxfp8", weights=stored)
