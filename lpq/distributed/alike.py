@@ -235,7 +235,8 @@ def description(module: nn.Module, how: str = "") -> str:
     are to be shared out; then all tensors, which torch sends, belong to it."""
     texts, name = [], getattr(module, "qualified_name", "") or type(module).__name__
     for place, part in module.named_modules(prefix=name):
-        if is_converted(part) and (params := [*part.parameters()]):
+        own = [p for p in part._parameters.values() if p is not None]  # torch's walk takes as long as all else
+        if is_converted(part) and (params := own or [*part.parameters()]):
             texts.append(_describe(getattr(part, "qualified_name", "") or place, part, params) + how)
     texts = texts or [f"{name}: {type(module).__name__}, not converted{how}"]
     for named in (module.named_parameters, module.named_buffers) if how else ():
