@@ -45,6 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
         long = [item for item in items if item.name.startswith("test_kernels_equal_the_reference")]
+        long.sort(key=lambda item: ("quantize" not in item.name, "triton" not in item.name))  # the longest first
         items[:] = at_the_starts(long, [item for item in items if item not in long], workers)
 
 
