@@ -6,6 +6,7 @@ collected, and touches no other test.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -60,7 +61,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         elif argument == "side":
             _parametrize(metafunc, argument, {side: side for side in sides}, formats)
         elif argument == "family" and "kernel" in metafunc.fixturenames:
-            _parametrize_kernels(metafunc, families)
+            _parametrize_kernels(metafunc, families, formats)
         elif argument == "family":
             _parametrize(metafunc, argument, {family: family.default for family in families}, formats)
         elif argument == "partner":
@@ -140,13 +141,10 @@ def _parametrize(metafunc: pytest.Metafunc, argument: str, values: dict[Any, Qua
 
     applies, words = getattr(metafunc.function, ONLY, (lambda quantizer: True, ""))
     parameters = [pytest.param(value, id=str(value)) for value, quantizer in values.items() if applies(quantizer)]
-    if not parameters:
-        reason = f"nothing {words} in {formats}"
-        parameters = [pytest.param(None, id="none", marks=pytest.mark.skip(reason=reason))]
-    metafunc.parametrize(argument, parameters)
+    _run_with(metafunc, (argument,), parameters, f"nothing {words} in {formats}")
 
 
-def _parametrize_kernels(metafunc: pytest.Metafunc, families: list[Family]) -> None:
+def _parametrize_kernels(metafunc: pytest.Metafunc, families: list[Family], formats: str) -> None:
     """Run the test for each kernel of each of these formats."""
     from lpq.testing.kernel_checks import compared
 
@@ -156,7 +154,10 @@ def _parametrize_kernels(metafunc: pytest.Metafunc, families: list[Family]) -> N
         for family in families
         for kernel in compared(family.default)
     ]
-    if not parameters:
-        reason = f"nothing has a kernel beside its reference in {', '.join(map(str, families))}"
-        parameters = [pytest.param(None, None, id="none", marks=pytest.mark.skip(reason=reason))]
-    metafunc.parametrize(("family", "kernel"), parameters)
+    _run_with(metafunc, ("family", "kernel"), parameters, f"nothing has a kernel beside its reference in {formats}")
+
+
+def _run_with(metafunc: pytest.Metafunc, names: Sequence[str], parameters: list[Any], none: str) -> None:
+    """Run the test with each of these, or skip it with the reason that there is none."""
+    nothing = [pytest.param(*(None for _ in names), id="none", marks=pytest.mark.skip(reason=none))]
+    metafunc.parametrize(names, parameters or nothing)
