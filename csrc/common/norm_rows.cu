@@ -4,10 +4,14 @@
 // With LPQ_RESIDUAL the matrix is the sum of two, rounded as PyTorch rounds it. It is written on the way, and the numbers
 // are those of the rounded sum.
 //
-// A warp takes a row. All rows begin at multiples of 16 bytes, and end there.
+// A warp takes a row. All rows begin at multiples of 16 bytes, and end there. A mean takes a second sum: the threads keep their part of
+// a row for it where LPQ_BATCHES says that the row has no more batches than that, and read the row again otherwise.
 #include "numbers.cuh"
 
-constexpr int BLOCK = 256, WARPS = BLOCK / 32, UNROLL = 4, PIECE = 4 * PER_WORD;
+#if !defined(LPQ_BATCHES)  // no switch: the batches of a row that are kept
+#define LPQ_BATCHES 0
+#endif
+constexpr int BLOCK = 256, WARPS = BLOCK / 32, UNROLL = 4, BATCHES = LPQ_BATCHES, PIECE = 4 * PER_WORD;
 #ifdef LPQ_CENTERED
 constexpr bool CENTERED = true;
 #else
@@ -37,31 +41,62 @@ __device__ __forceinline__ u32 added(u32 a, u32 b) {
 #endif
 }
 
-// The sum over a row of what `part` adds to a sum. With a residual the row is the sum of both, which is written. All loads
-// come before the first write, which they would wait for: `sum` may be the memory of the others, as far as nvcc knows.
-template <bool WITH_RESIDUAL, class Part>
-__device__ __forceinline__ float row_sum(const uint4* row, const uint4* residual, uint4* sum, i64 pieces, Part part) {
-    float total = 0.0f;
-    for (i64 first = threadIdx.x & 31; first < pieces; first += 32 * UNROLL) {
-        u32 w[UNROLL][4], r[UNROLL][4];
+// A thread's pieces of a row, from `first` on, with those of the other threads of the warp between them.
+struct Batch {
+    u32 w[UNROLL][4];
+
+    // With a residual the row is the sum of both, which is written. All loads come before the first write, which they would
+    // wait for: `sum` may be the memory of the others, as far as nvcc knows.
+    template <bool WITH_RESIDUAL>
+    __device__ __forceinline__ void read(const uint4* row, const uint4* residual, uint4* sum, i64 pieces, i64 first) {
+        u32 r[UNROLL][4];
 #pragma unroll
         for (int k = 0; k < UNROLL; ++k)
             if (first + 32 * k < pieces) {
                 split(row[first + 32 * k], w[k]);
                 if (WITH_RESIDUAL) split(residual[first + 32 * k], r[k]);
             }
+        if (!WITH_RESIDUAL) return;
 #pragma unroll
         for (int k = 0; k < UNROLL; ++k)
             if (first + 32 * k < pieces) {
-                if (WITH_RESIDUAL) {
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) w[k][i] = added(w[k][i], r[k][i]);
-                    sum[first + 32 * k] = make_uint4(w[k][0], w[k][1], w[k][2], w[k][3]);
-                }
+                for (int i = 0; i < 4; ++i) w[k][i] = added(w[k][i], r[k][i]);
+                sum[first + 32 * k] = make_uint4(w[k][0], w[k][1], w[k][2], w[k][3]);
+            }
+    }
+
+    // What `part` makes of a sum and each element.
+    template <class Part>
+    __device__ __forceinline__ float add_to(float total, i64 pieces, i64 first, Part part) const {
+#pragma unroll
+        for (int k = 0; k < UNROLL; ++k)
+            if (first + 32 * k < pieces) {
 #pragma unroll
                 for (int j = 0; j < PIECE; ++j) total = part(value(w[k], j), total);
             }
+        return total;
     }
+};
+
+// The sum over a row that is read for it.
+template <bool WITH_RESIDUAL, class Part>
+__device__ __forceinline__ float row_sum(const uint4* row, const uint4* residual, uint4* sum, i64 pieces, Part part) {
+    float total = 0.0f;
+    for (i64 first = threadIdx.x & 31; first < pieces; first += 32 * UNROLL) {
+        Batch batch;
+        batch.read<WITH_RESIDUAL>(row, residual, sum, pieces, first);
+        total = batch.add_to(total, pieces, first, part);
+    }
+    return warp_sum(total);
+}
+
+// The sum over a row that is kept.
+template <class Part>
+__device__ __forceinline__ float row_sum(const Batch (&kept)[BATCHES + 1], i64 pieces, Part part) {
+    float total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < BATCHES; ++i) total = kept[i].add_to(total, pieces, (threadIdx.x & 31) + 32 * UNROLL * i, part);
     return warp_sum(total);
 }
 
@@ -74,15 +109,26 @@ extern "C" __global__ void __launch_bounds__(BLOCK) norm_rows(
     if (index >= rows) return;
     const uint4 *row = (const uint4*)x + index * pieces, *other = (const uint4*)residual + index * pieces;
     uint4* out = (uint4*)sum + index * pieces;
-    float center = 0.0f;
-    if (CENTERED) {
-        center = row_sum<ADDS>(row, other, out, pieces, [](float v, float sum) { return sum + v; }) / (float)cols;
-        if (threadIdx.x % 32 == 0) mean[index] = center;
-    }
-    // A thread reads the elements of the sum that it has written itself.
-    const float squares = row_sum<ADDS && !CENTERED>(ADDS && CENTERED ? out : row, other, out, pieces, [center](float v, float sum) {
+    const auto itself = [](float v, float sum) { return sum + v; };
+    float center = 0.0f, squares;
+    const auto square = [&center](float v, float sum) {
         const float apart = CENTERED ? v - center : v;
         return fmaf(apart, apart, sum);
-    });
-    if (threadIdx.x % 32 == 0) factor[index] = rsqrtf(squares / (float)cols + eps);
+    };
+    if (!CENTERED) {
+        squares = row_sum<ADDS>(row, other, out, pieces, square);
+    } else if (BATCHES) {
+        Batch kept[BATCHES + 1];  // no array is empty
+#pragma unroll
+        for (int i = 0; i < BATCHES; ++i) kept[i].read<ADDS>(row, other, out, pieces, (threadIdx.x & 31) + 32 * UNROLL * i);
+        center = row_sum(kept, pieces, itself) / (float)cols;
+        squares = row_sum(kept, pieces, square);
+    } else {
+        center = row_sum<ADDS>(row, other, out, pieces, itself) / (float)cols;
+        // A thread reads the elements of the sum that it has written itself.
+        squares = row_sum<false>(ADDS ? out : row, other, out, pieces, square);
+    }
+    if (threadIdx.x % 32) return;
+    if (CENTERED) mean[index] = center;
+    factor[index] = rsqrtf(squares / (float)cols + eps);
 }

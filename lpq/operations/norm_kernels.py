@@ -27,8 +27,10 @@ Gradients = Callable[[Tensor, Tensor, Tensor, Tensor, bool, Tensor | None], tupl
 weight. ``other``: a gradient that the input has from elsewhere, which is added."""
 ROWS_OF_BLOCK = 8
 NORM_ROWS = CudaKernel("common/norm_rows.cu", "norm_rows", "PPPPPfqq", threads=32 * ROWS_OF_BLOCK, waits=True)
+BATCH = 2048
+"""The bytes of a row that a warp reads at once."""
 PIECE = 16
-"""The bytes of a row that a thread has."""
+"""The bytes of a row that a thread of ``NORM_GRADIENTS`` has."""
 NORM_GRADIENTS = {
     threads: CudaKernel("common/norm_gradients.cu", "norm_gradients", "PPPPPPPqq", threads=threads, waits=True)
     for threads in (128, 256, 512, 1024)
@@ -75,7 +77,8 @@ def _bind_rows(
     norm: NormKind, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, *switches: str
 ) -> tuple[Launch, tuple[Allocate, Fresh, float]]:
     """The kernel of rows, and what it is given: memory for a number of each row, and eps."""
-    macros = (INPUTS[dtype], *(("LPQ_CENTERED",) if norm.centers else ()), *switches)
+    kept = next((count for count in (1, 2, 4, 8) if count * BATCH >= shape[1] * dtype.itemsize), 0)
+    macros = (INPUTS[dtype], *(("LPQ_CENTERED", f"LPQ_BATCHES={kept}") if norm.centers else ()), *switches)
     launch = NORM_ROWS.bind(device.index or 0, macros, -(-shape[0] // ROWS_OF_BLOCK))
     return launch, (allocator(device), fresh((shape[0], 1), torch.float32), norm.epsilon)
 

@@ -70,7 +70,7 @@ def test_elements_in_fp32(norm: NormKind, biased: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_rows(norm: NormKind, dtype: torch.dtype, beside: NormKernels) -> None:
     torch.manual_seed(0)
-    for shape in ((9, 8), (1, 2048), (4096, 4104)):
+    for shape in ((9, 8), (1, 2048), (4096, 4104), (64, 8200)):
         x = (torch.randn(shape, device="cuda") + 1).to(dtype)
         assert norm_kernels_of(norm, shape, dtype, x.device) is beside
         found, expected = beside.bind_rows(norm, shape, dtype, x.device)(x), norm.rows(x)

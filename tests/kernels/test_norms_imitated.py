@@ -21,6 +21,8 @@ pytestmark = [*imitated.MARKS, pytest.mark.usefixtures("launched")]
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 RMS = [NormKind(1e-6), NormKind(1e-6, rounds=True), NormKind(1e-6, offset=True)]
 LAYER = NormKind(1e-5, centers=True)
+ROWS = [(9, 8), (16, 1032), (1, 2048), (2, 8200)]
+"""A layer norm keeps rows of one, two and four batches, and reads the longest one again."""
 
 
 @pytest.mark.parametrize(("norm", "biased"), [*((norm, False) for norm in RMS), (LAYER, False), (LAYER, True)])
@@ -75,14 +77,14 @@ def test_an_operand_that_backward_makes_is_what_forward_would_have_made(text: st
 @DTYPES
 def test_rows(norm: NormKind, dtype: torch.dtype, launched: list[str]) -> None:
     torch.manual_seed(0)
-    for shape in ((9, 8), (16, 1032), (1, 2048)):
+    for shape in ROWS:
         x = (torch.randn(shape) + 1).to(dtype)
         found, expected = bind_rows(norm, shape, dtype, CPU)(x), norm.rows(x)
         assert len(found) == len(expected)
         for a, b in zip(found, expected, strict=True):
             assert a.shape == b.shape
             torch.testing.assert_close(a, b.float(), rtol=1e-5, atol=1e-6)
-    assert launched == ["norm_rows"] * 3
+    assert launched == ["norm_rows"] * len(ROWS)
 
 
 @pytest.mark.parametrize("norm", RMS, ids=["once", "rounds", "offset"])
@@ -113,7 +115,7 @@ def test_gradients(norm: NormKind, dtype: torch.dtype, launched: list[str]) -> N
 def test_rows_of_a_sum_are_those_that_the_kernel_of_rows_finds(norm: NormKind, dtype: torch.dtype) -> None:
     """And the sum is torch's, also where it is no number."""
     torch.manual_seed(0)
-    for shape in ((9, 8), (16, 1032), (1, 2048)):
+    for shape in ROWS:
         x, residual = (numbers(*shape, dtype=dtype) for _ in range(2))
         x[shape[0] // 2 :], residual[shape[0] // 2 :] = (torch.randn(2, shape[0] - shape[0] // 2, shape[1]) + 1).to(
             dtype
