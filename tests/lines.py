@@ -41,7 +41,7 @@ SUBJECTS = {
         "operations/stored_tile.py optim/adamw.py optim/adamw_triton.py optim/rounding.py optim/state_names.py "
         "optim/states.py optim/stored_size.py"
     ),
-    "ranks that differ at their first gather": "distributed/gather_check.py",
+    "ranks that differ at their first gather or step": "distributed/gather_check.py optim/wrapper.py",
     "other frameworks, undoing a conversion, names of earlier versions": (
         "checkpoint/argument_order.py importing.py integrations/*.py nn/first_argument.py nn/restoring.py "
         "registry/field_docs.py registry/shipped.py"

@@ -142,24 +142,34 @@ def check_alike(
     for text, params, device in _layers(root):
         for ranks in sharing(params, () if replicas is None else replicas.of(params), device):
             by_ranks.setdefault(tuple(ranks.names), (ranks, []))[1].append(text)
+    sets = compare_in_store(by_ranks.values(), about, (DIFFER, REMEDY, _waiting()), seconds)
+    if sets is None and seconds is None:
+        raise in_vain(meeting.limit())
+    return sets
+
+
+def compare_in_store(
+    by_ranks: Iterable[tuple[Ranks, list[str]]], about: str, say: tuple[str, str, str], seconds: float | None = None
+) -> list[Ranks] | None:
+    """Raise on all of these ranks unless the ranks of each set have the same texts; return the sets, or None as
+    ``check_alike``. ``say``: the beginning of the error, its end, and the warning of a rank that waits long."""
+    (differ, remedy, waiting), sets = say, []
     error: RuntimeError | None = None
-    for ranks, texts in by_ranks.values():
-        equal = meeting.meet(ranks.names, about, f"{digest(chr(10).join(texts)):x}", seconds, _waiting())
-        if equal is None and seconds is None:
-            raise in_vain(meeting.limit())
+    for ranks, texts in by_ranks:
+        equal = meeting.meet(ranks.names, about, f"{digest(chr(10).join(texts)):x}", seconds, waiting)
         if equal is None:
             return None
+        sets.append(ranks)
         try:
             if not equal:
-                ranks.equal(texts, DIFFER, REMEDY)
+                ranks.equal(texts, differ, remedy)
         except RuntimeError as raised:
             error = error or raised
-    sets = [ranks for ranks, _ in by_ranks.values()]
     # Nobody leaves before all have compared.
     differ_elsewhere = len(sets) > 1 and not are_equal(str(error is not None), sets)
     if error is None and differ_elsewhere:
         others = "other ranks, with which this one shares other layers, say where they differ"
-        error = RuntimeError(f"{DIFFER}: {others}. {REMEDY}")
+        error = RuntimeError(f"{differ}: {others}. {remedy}")
     if error is not None:
         raise error
     return sets

@@ -22,6 +22,7 @@ from lpq.distributed.optimizer_steps import steps
 from lpq.distributed.shard_groups import attach
 from lpq.operations.reduce_statistics import Reductions
 from lpq.optim.master_report import report
+from lpq.optim.wrapper import Wrapper
 from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.encode_writes import write
@@ -59,7 +60,7 @@ class _Seen(NamedTuple):
         return self.written == now.written and all(a is not b or count == then for (a, count), (b, then) in pairs)
 
 
-class MasterWeights(Optimizer):
+class MasterWeights(Wrapper):
     """``MasterWeights(torch.optim.AdamW(model.parameters(), …))``: its quantized weights get fp32 masters.
 
     Args:
@@ -69,11 +70,7 @@ class MasterWeights(Optimizer):
     """
 
     def __init__(self, optimizer: Optimizer, keep: bool = True) -> None:
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"MasterWeights wraps an optimizer, such as torch.optim.AdamW(model.parameters()), and got a "
-                f"{type(optimizer).__name__}: make one first"
-            )
+        self.check_wraps(optimizer)
         if isinstance(optimizer, MasterWeights):
             raise TypeError("MasterWeights got a MasterWeights: this optimizer is wrapped already, use it as it is")
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -173,10 +170,7 @@ class MasterWeights(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the copies, then encode the weights of those that changed. Where that raises, the stored weights are
         as they were. Masters are as far as it came; the next step encodes their weights, as does ``encode()``."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self.begin(closure, lambda: [f"keep={self.keep}"])
         if not self.keep and not self.optimizer.state:
             self._follow()
         for weight, updated in self._pairs():
@@ -323,9 +317,7 @@ class MasterWeights(Optimizer):
         try:
             return super().state_dict()  # whose hooks may give anything
         finally:
-            if (
-                not has_begun
-            ):  # masters alone are no state that is begun: torch's get_optimizer_state_dict begins the rest
+            if not has_begun:  # masters alone are none: torch's get_optimizer_state_dict begins the rest
                 self.state.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

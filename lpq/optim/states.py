@@ -34,6 +34,7 @@ from lpq.optim.masters import MasterWeights
 from lpq.optim.rounding import LeastKept, least_kept, raised, root_of, why_not
 from lpq.optim.state_names import states_of
 from lpq.optim.stored_size import LEAST, is_large, why_stays
+from lpq.optim.wrapper import Wrapper
 from lpq.registry.errors import OptionError, suggestion
 from lpq.registry.showing import brief, listed
 from lpq.registry.warning import warn
@@ -63,7 +64,7 @@ class StateForm(NamedTuple):
     """Whether it has the shape of its parameter."""
 
 
-class QuantizedStates(Optimizer):
+class QuantizedStates(Wrapper):
     """``QuantizedStates(torch.optim.AdamW(model.parameters(), …), exp_avg=…, exp_avg_sq=…)``: states in formats.
 
     ``MasterWeights`` goes around it, and not inside. A state stays as it is if it is a vector, or has fewer than
@@ -77,11 +78,7 @@ class QuantizedStates(Optimizer):
     """
 
     def __init__(self, optimizer: Optimizer, *, least: int = LEAST, **formats: str | Quantizer) -> None:
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                "QuantizedStates wraps an optimizer, such as torch.optim.AdamW(model.parameters()), and got a "
-                f"{type(optimizer).__name__}: make one first"
-            )
+        self.check_wraps(optimizer)
         if isinstance(optimizer, QuantizedStates | MasterWeights):
             remedy = {
                 True: "put it inside, MasterWeights(QuantizedStates(optimizer, …))",
@@ -136,10 +133,7 @@ class QuantizedStates(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step the parameters: the small ones together, each of the others alone, with its states decoded."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self.begin(closure, self._options)
         groups = self.param_groups
         alone = [(group, p) for group in groups for p in group["params"] if p.grad is not None and self._large(p)]
         with steps().part(self.optimizer):
@@ -150,6 +144,9 @@ class QuantizedStates(Optimizer):
                     with self._only([{**group, "params": [p]}]), self._decoded(p):
                         self.optimizer.step()
         return loss
+
+    def _options(self) -> list[str]:
+        return [f"least={self.least}", *(f"{name}={form.quantizer}" for name, form in self.forms.items())]
 
     def _step_adamw(self, group: dict[str, Any], p: Tensor) -> bool:
         """Step a parameter as AdamW does, by a kernel if there is one; False if the wrapped optimizer must do it."""

@@ -5,22 +5,24 @@ Where a rank raises in the middle of a step the others end after a timeout: ``te
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import agreed, fully_shard, mesh_of, on_ranks
-from sharded import bytes_of
+from sharded import bytes_of, give_gradients
 from support.comparing import equal_states
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 import lpq
 from lpq.core import QuantizedTensor
-from lpq.distributed import cast_master_weights
+from lpq.distributed import cast_master_weights, meeting
 from lpq.observe import collectives
-from lpq.optim import MasterWeights, load_high_precision
+from lpq.optim import MasterWeights, QuantizedStates, load_high_precision
 
 # ---------------------------------------------------------------------------------- casting masters
 
@@ -95,6 +97,72 @@ def test_one_rank_refuses_its_part(rank: int) -> None:
     with collectives() as seen:
         _cast(rank, [_weight("mxfp8", 64, 64)])
     assert [c.kind for c in seen].count("all_reduce") == 1
+
+
+# ---------------------------------------------------------------------------------- wrapping optimizers
+
+STATES = {"exp_avg": "fp8", "exp_avg_sq": "fp8"}
+OTHER = "RuntimeError: the ranks do not wrap their optimizers alike: rank 0 has [{}], and rank 1 has [{}]. Wrap the opt"
+WRAPPED: list[tuple[Callable[[AdamW, int], Optimizer], str, str]] = [
+    (lambda adam, rank: QuantizedStates(adam, **{**STATES, "exp_avg": ("fp8", "mxfp8")[rank]}),
+     "QuantizedStates with exp_avg=fp8", "QuantizedStates with exp_avg=mxfp8"),
+    (lambda adam, rank: QuantizedStates(adam, least=4096 << rank, **STATES),
+     "QuantizedStates with least=4096", "QuantizedStates with least=8192"),
+    (lambda adam, rank: MasterWeights(adam, keep=rank == 0),
+     "MasterWeights with keep=True", "MasterWeights with keep=False"),
+    (lambda adam, rank: MasterWeights(QuantizedStates(adam, **STATES) if rank else adam),
+     "MasterWeights of AdamW", "MasterWeights of QuantizedStates"),
+    (lambda adam, rank: MasterWeights(adam) if rank else QuantizedStates(adam, **STATES),
+     "QuantizedStates of AdamW", "MasterWeights of AdamW"),
+]  # fmt: skip
+
+
+def _with_gradients(text: str = "fp8-current") -> nn.Module:
+    net = fully_shard(lpq.convert(_plain(), text, weights="quantized", ranks=2))
+    give_gradients(net)
+    return net
+
+
+@pytest.mark.filterwarnings("ignore:masters begin with")
+@on_ranks(2)
+def test_optimizers_that_are_wrapped_otherwise(rank: int) -> None:
+    """All ranks raise before the first step, which leaves the weights as they were."""
+    for made, first, second in WRAPPED:
+        net = _with_gradients()
+        optimizer, before = made(AdamW(net.parameters()), rank), bytes_of(net.parameters())
+        said = agreed(optimizer.step)
+        assert said[0].startswith(OTHER.format(first, second)), said
+        assert len({*said}) == 1
+        assert equal_states(before, bytes_of(net.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:masters begin with")
+@on_ranks(2)
+def test_optimizers_are_compared_once(rank: int) -> None:
+    net = _with_gradients()
+    optimizer = MasterWeights(QuantizedStates(AdamW(net.parameters()), **STATES))
+    with mock.patch.object(meeting, "meet", wraps=meeting.meet) as met:
+        for _ in range(3):
+            optimizer.step()
+    assert [call.args[1] for call in met.mock_calls].count("optimizers") == 2, "once for each wrapper"
+    alone = QuantizedStates(AdamW(_plain().parameters()), **STATES)
+    if rank:
+        alone.step()  # of parameters that are its own
+
+
+@pytest.mark.filterwarnings("ignore:masters begin with")
+@on_ranks(2)
+def test_an_optimizer_that_one_rank_alone_wraps(rank: int) -> None:
+    """That rank raises after a while, in words; a step of the others waits for nobody."""
+    net = fully_shard(_plain())
+    give_gradients(net)
+    adam = AdamW(net.parameters())
+    if not rank:
+        adam.step()
+        return
+    words = "this rank has waited 0 s: .* as this rank does with a QuantizedStates of AdamW, and not all have come"
+    with mock.patch.object(meeting, "limit", return_value=0.1), pytest.raises(RuntimeError, match=words):
+        QuantizedStates(adam, **STATES).step()
 
 
 # ---------------------------------------------------------------------------------- loading weights

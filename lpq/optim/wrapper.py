@@ -1,0 +1,58 @@
+"""An optimizer around another one, and the comparison of its options by ranks before its first step.
+
+With other options on one rank, that rank has other collectives in a step. The ranks that share parameters meet in the
+store of the job, since one of them may have wrapped its optimizer alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from lpq.distributed import meeting
+from lpq.distributed.alike import compare_in_store
+from lpq.distributed.ranks import sharing
+
+DIFFER = "the ranks do not wrap their optimizers alike"
+REMEDY = "Wrap the optimizer alike on all ranks, and take its steps on all"
+
+
+class Wrapper(Optimizer):
+    """An optimizer around another one, the ``optimizer``."""
+
+    optimizer: Optimizer
+    compared = False
+    """Whether ranks have compared their options, as they do once."""
+
+    @classmethod
+    def check_wraps(cls, optimizer: object) -> None:
+        """Raise unless this is an optimizer."""
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"{cls.__name__} wraps an optimizer, such as torch.optim.AdamW(model.parameters()), and got a "
+                f"{type(optimizer).__name__}: make one first"
+            )
+
+    def begin(self, closure: Callable[[], float] | None, options: Callable[[], Sequence[str]]) -> float | None:
+        """Begin a step: call the closure. Before the first step, compare the ``options``."""
+        if not self.compared:
+            self._compare(options())
+            self.compared = True
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def _compare(self, options: Sequence[str]) -> None:
+        """Raise on all ranks that share parameters unless all wrap an optimizer of this kind with equal options."""
+        name = type(self).__name__
+        texts = [f"{name} of {type(self.optimizer).__name__}", *(f"{name} with {option}" for option in options)]
+        waits = (
+            "ranks that share parameters compare how they wrap an optimizer before its first step, as this rank does "
+            f"with a {texts[0]}, and not all have come. {REMEDY}"
+        )
+        sets = sharing(p for group in self.param_groups for p in group["params"])
+        if compare_in_store(((ranks, texts) for ranks in sets), "optimizers", (DIFFER, REMEDY, waits)) is None:
+            raise RuntimeError(f"this rank has waited {meeting.limit():.0f} s: {waits}")
