@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lpq import recipes
+from lpq.distributed import meeting
 from lpq.distributed.ranks import Ranks
 from lpq.nn.expert_stacks import expert_stacks
 from lpq.nn.first_argument import check_model
@@ -50,6 +51,7 @@ Tokens = tuple[object, ...] | None
 """Which tokens some rows are, and in which basis their column operand is; None where it has none."""
 Slot = tuple[str, str, str, str]
 """Layer, tensor, direction, and the other recipe that is asked about."""
+REMEDY = "Enter step() of numerics on all of them, in every step"
 PLACES = (*((tensor, direction) for tensor in TENSORS for direction in ("row", "col")), ("dw", ""))
 """The gradient's place is behind the places of ``dy``."""
 
@@ -166,7 +168,8 @@ class Numerics(Readings):
             )
         self._turn += 1
         self.number += 1
-        self._pending.append(self._over_ranks(self._of_slots(now, formats)))
+        if self._all_came():
+            self._pending.append(self._over_ranks(self._of_slots(now, formats)))
 
     @torch.no_grad()
     def observe(self, tensor: Observed) -> None:
@@ -230,6 +233,20 @@ class Numerics(Readings):
             norms[at : at + 2], amaxes[at : at + 2] = [found.norm.to(device)] * 2, [found.amax.to(device)] * 2
         squares = torch.stack(norms).double().square()
         return StepSums(self.number - 1, formats, torch.stack(sums), squares, torch.stack(amaxes))
+
+    def _all_came(self) -> bool:
+        """Whether all ranks have come to the end of this step, as all or none of them see. A rank that waited for the
+        others in a collective would keep those that are in the next step, and wait for it there."""
+        ranks, step = self._ranks, f"step {self.number - 1}"
+        equal = True if ranks.size == 1 else meeting.meet(ranks.names, "watched steps", step, meeting.PATIENCE, "")
+        if equal is None:
+            warn(
+                f"this rank watched {step}, and not all ranks that share the model have come to its end in "
+                f"{meeting.PATIENCE:.0f} s, so its statistics are left out. {REMEDY}"
+            )
+        elif not equal:
+            ranks.equal([step], "numerics: the ranks do not watch the same step", REMEDY)
+        return bool(equal)
 
     def _over_ranks(self, step: StepSums) -> StepSums:
         """Add the sums of all ranks up, in one collective. The largest magnitudes go with them: each rank has a row of

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from ranks import fully_shard, mesh_of, of_all, on_one, on_ranks
+from ranks import agreed, fully_shard, mesh_of, of_all, on_one, on_ranks
 from support.small_models import Gated, gated_plan
 from torch import Tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import lpq
+from lpq.distributed import meeting
 from lpq.distributed.expert_parallel import ExpertParallel
 from lpq.nn import GroupedLinear
 
@@ -99,6 +101,31 @@ def test_ranks_of_tensor_parallelism_have_the_statistics_of_the_whole(rank: int,
     net = parallelize_module(model(recipe), mesh_of(), gated_plan(sequence))
     found = watched(net, tuple(t.chunk(RANKS, 1)[rank] if sequence else t for t in data()))  # type: ignore[arg-type]
     alike(found, on_one(one_process, recipe, 1), ("dw",) if sequence else ())
+
+
+@on_ranks(RANKS)
+def test_a_step_that_one_rank_alone_watches(rank: int) -> None:
+    """It goes on without statistics, as do the others; where ranks then watch different steps at once, all raise."""
+    net = fully_shard(model("mxfp8", weights="high_precision", ranks=RANKS))
+    x, dy = (t[rank : rank + 1] for t in data())
+    watch = lpq.observe.numerics(net, every=1)
+    _watch(watch, net, x, dy)
+    if rank:
+        net(x).backward(dy)
+    else:
+        warned = pytest.warns(UserWarning, match=r"watched step 1, and not all ranks .* have come")
+        with mock.patch.object(meeting, "PATIENCE", 0.2), warned:
+            _watch(watch, net, x, dy)
+    net(x).backward(dy)  # of the next step, in which nothing waits
+    assert {one.step for one in watch.readings()} == {0}
+    said = agreed(lambda: _watch(watch, net, x, dy))
+    assert said[0].startswith("RuntimeError: numerics: the ranks do not watch the same step: rank 0 has [step 2], and ")
+    assert len({*said}) == 1
+
+
+def _watch(watch: Any, net: Any, x: Tensor, dy: Tensor) -> None:
+    with watch.step():
+        net(x).backward(dy)
 
 
 def experts() -> tuple[Any, Tensor, list[int]]:
