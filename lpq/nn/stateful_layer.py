@@ -230,10 +230,10 @@ class StatefulLayer(nn.Module):
         for name, memory in self.memories().items():
             value = state_dict.pop(prefix + name, None)
             if value is not None and value.shape == memory.shape:  # not another recipe's, of more steps or fewer
-                state_dict[prefix + name] = value.to(memory.dtype)  # which assign=True would change
+                stays = type(value) is type(memory) and value.device == memory.device  # a backward may yet move it
+                state_dict[prefix + name] = memory.copy_(value) if stays else value.to(memory.dtype)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        missing: list[str] = args[2]
-        unexpected: list[str] = args[3]
+        missing, unexpected = args[2:4]
         for name, memory in self.memories().items():
             if prefix + name in missing:
                 missing.remove(prefix + name)

@@ -57,6 +57,18 @@ def test_a_state_that_was_cast_is_fp32_again_whichever_way_it_is_loaded(recipe: 
     assert {b.dtype for b in module.buffers()} == {torch.float32}
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_that_is_loaded_before_backward_is_moved_by_it(assign: bool) -> None:
+    """``assign=True`` put other tensors in its place, and the pass moved those that nobody had any more."""
+    module, x = layer(), torch.randn(8, 48)
+    saved = {key: torch.full_like(value, 3.0) if "amax" in key else value for key, value in module.state_dict().items()}
+    y = module(x)
+    module.load_state_dict(saved, assign=assign)
+    y.sum().backward()
+    assert module.x_amax_history[:2].tolist() == [x.abs().max().item(), 3.0]
+    assert all(bool((saved[name] == 3.0).all()) for name in module.memories()), "the state dict stays as it is"
+
+
 def test_the_history_moves_in_backward_only() -> None:
     module, x = layer(), torch.randn(8, 48)
     with torch.no_grad():
