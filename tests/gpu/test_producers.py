@@ -16,6 +16,7 @@ from support.third_party import row_operand, row_side
 from torch import Tensor
 
 import lpq
+from lpq.kernels.cuda import CudaKernel
 from lpq.operations import fused_pair, produced_programs, produced_tiles
 from lpq.operations.binding import Encoding
 from lpq.operations.encoder import EncoderSpec
@@ -138,6 +139,27 @@ def test_values_are_those_of_torch(source: Source, dtype: torch.dtype, family: s
         assert one.value is not None
         of_nans = [y.masked_fill(y.isnan(), torch.nan) for y in (one.value, x)]  # which torch hands on as they are
         assert_same(of_nans[:1], of_nans[1:], f"{source.name}, output {i}")
+
+
+EVERY_ERF = """
+#include "sources.cuh"
+extern "C" __global__ void differing(u32* count) {
+    for (u64 i = blockIdx.x * 256 + threadIdx.x; i >> 32 == 0; i += (u64)gridDim.x * 256) {
+        const float a = sources::erf_of_both(__uint_as_float((u32)i)), b = erff(__uint_as_float((u32)i + APART));
+        if (__float_as_uint(a) != __float_as_uint(b) && (a == a || b == b)) atomicAdd(count, 1u);
+    }
+}
+"""
+
+
+def test_erf_has_the_bits_of_erff_for_every_number(tmp_path: Path) -> None:
+    (tmp_path / "erf.cu").write_text(EVERY_ERF)
+    kernel = CudaKernel(tmp_path / "erf.cu", "differing", "P", threads=256)
+    counts = torch.zeros(2, dtype=torch.int32, device="cuda")
+    for apart in (0, 1):
+        kernel.launch(0, (f"APART={apart}u",), 2048, counts[apart].data_ptr())
+    assert counts[0] == 0
+    assert counts[1] > 0
 
 
 @FAMILIES

@@ -251,6 +251,7 @@ static const struct { const char* text; Does* does; } instructions[] = {
         out[1] = (A >> 16 & 0xff) << 8 | (A >> 16 & 0xff00) << 16;
     }},
     {"rcp.approx.ftz.f32", DOES { out[0] = as<uint32_t>(1.0f / NUMBER(0)); }},  // of numbers whose reciprocal is normal
+    {"ex2.approx.ftz.f32", DOES { out[0] = as<uint32_t>(exp2f(NUMBER(0))); }},
     {"fma.rn.bf16x2", DOES {  // a product, which fp32 holds
         if (C & 0x7fff7fff) wrong = "a sum is added to a product in bf16, which is not imitated";
         out[0] = to_bf16(fma(from_bf16(A & 0xffff), from_bf16(B & 0xffff), from_bf16(C & 0xffff))) |

@@ -10,7 +10,7 @@
 
 extern "C" {
 __device__ __device_builtin__ void* memcpy(void*, const void*, size_t);
-__device__ __device_builtin__ float erff(float);
+__device__ __device_builtin__ float copysignf(float, float);
 __device__ __device_builtin__ float expf(float);
 __device__ __device_builtin__ float fabsf(float);
 __device__ __device_builtin__ float fmaf(float, float, float);
