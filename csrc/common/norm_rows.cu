@@ -11,7 +11,7 @@
 #if !defined(LPQ_BATCHES)  // no switch: the batches of a row that are kept
 #define LPQ_BATCHES 0
 #endif
-constexpr int BLOCK = 256, WARPS = BLOCK / 32, UNROLL = 4, BATCHES = LPQ_BATCHES, PIECE = 4 * PER_WORD;
+constexpr int BLOCK = 128, WARPS = BLOCK / 32, UNROLL = 4, BATCHES = LPQ_BATCHES, PIECE = 4 * PER_WORD;
 #ifdef LPQ_CENTERED
 constexpr bool CENTERED = true;
 #else

@@ -25,7 +25,7 @@ SumRows = Callable[[Tensor, Tensor], tuple[Tensor, tuple[Tensor, ...]]]
 Gradients = Callable[[Tensor, Tensor, Tensor, Tensor, bool, Tensor | None], tuple[Tensor, Tensor | None]]
 """``gradients(dy, x, weight, factor, of_weight, other)``: the gradient of the input and, if it is wanted, of the
 weight. ``other``: a gradient that the input has from elsewhere, which is added."""
-ROWS_OF_BLOCK = 8
+ROWS_OF_BLOCK = 4
 NORM_ROWS = CudaKernel("common/norm_rows.cu", "norm_rows", "PPPPPfqq", threads=32 * ROWS_OF_BLOCK, waits=True)
 BATCH = 2048
 """The bytes of a row that a warp reads at once."""
@@ -36,6 +36,8 @@ NORM_GRADIENTS = {
     for threads in (128, 256, 512, 1024)
 }
 """By the threads of a block."""
+COLUMN_SUMS = CudaKernel("common/column_sums.cu", "column_sums", "PPqq", threads=1024, waits=True)
+COLUMNS_OF_BLOCK = 32
 
 
 def gradient_threads(norm: NormKind, cols: int, dtype: torch.dtype) -> int | None:
@@ -95,6 +97,7 @@ def bind_gradients(
     macros = (INPUTS[dtype], f"LPQ_BLOCK={threads}", *(name for name, wanted in switches if wanted))
     blocks = at_once(rows, 1024 // threads, index)
     empty, matrix, sums = allocator(device), fresh(shape, dtype), fresh((blocks, cols), torch.float32)
+    add_up, vector = COLUMN_SUMS.bind(index, (INPUTS[dtype],), -(-cols // COLUMNS_OF_BLOCK)), fresh((cols,), dtype)
 
     @cache
     def bound(*switches: str) -> Launch:
@@ -115,6 +118,10 @@ def bind_gradients(
             x.data_ptr(), dy.data_ptr(), weight.data_ptr(), factor.data_ptr(), 0 if other is None else other.data_ptr(),
             dx.data_ptr(), 0 if parts is None else parts.data_ptr(), rows, cols,
         )  # fmt: skip
-        return dx.view(x.shape), None if parts is None else parts.sum(0).to(dtype)
+        if parts is None:
+            return dx.view(x.shape), None
+        of_the_weight = empty(*vector)
+        add_up(parts.data_ptr(), of_the_weight.data_ptr(), blocks, cols)
+        return dx.view(x.shape), of_the_weight
 
     return compute
