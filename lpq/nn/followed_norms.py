@@ -21,6 +21,7 @@ from lpq.nn.norm_groups import Place, places_in
 from lpq.nn.shared_states import why_states_differ
 from lpq.nn.stand_ins import ReplacedForward, Trial, aside
 from lpq.nn.unwrapping import children_inside
+from lpq.registry.showing import listed
 from lpq.torch_private.pytree import tree_leaves
 from lpq.torch_private.tensors import local_part, version_of
 
@@ -35,6 +36,7 @@ DESCRIBE = ("__get__", "size", "dim", "numel")
 """The names of functions that read no element: attributes of a tensor, and methods."""
 MOVE = "; if it has kernels for a GPU alone, call lpq.fuse again once the model is there"
 UNKNOWN = "its block does not run on a few rows by itself, which would show what takes its output"
+NEEDS = "its block is called with {} beside its rows, so that a run on rows alone does not show what takes its output"
 
 
 class Followers(NamedTuple):
@@ -59,12 +61,13 @@ def followers(block: nn.Module) -> dict[str, Followers | str]:
         return dict.fromkeys(norms, REPLACED)
     with aside():
         inputs = _inputs(block, next(iter(norms.values())))
+    needs = _needs(block)
     for x, beside in inputs:
         uses = _Uses(block, device=x.device)
         try:
             like = uses.copy(block, uses.stand_for)
             with uses:
-                out = class_before(block).forward(like, x, **beside)
+                out = class_before(block).forward(like, x, **beside, **dict.fromkeys(needs))
         except ReplacedForward:
             return dict.fromkeys(norms, REPLACED_INSIDE)
         except Exception as error:  # other code's, which may raise anything on such an input
@@ -72,7 +75,7 @@ def followers(block: nn.Module) -> dict[str, Followers | str]:
         else:
             break
     else:
-        return dict.fromkeys(norms, why)
+        return dict.fromkeys(norms, NEEDS.format(listed(needs)) if needs else why)
     uses.note(out)
     by_norm: dict[str, Followers | str] = {}
     for name in norms:
@@ -92,7 +95,14 @@ def followers(block: nn.Module) -> dict[str, Followers | str]:
             by_norm[name] = (differ or Followers(places, others)) if clean else AGAIN
         else:
             by_norm[name] = ELSE
-    return by_norm
+    return {name: NEEDS.format(listed(needs)) if needs and why != ELSE else why for name, why in by_norm.items()}
+
+
+def _needs(block: nn.Module) -> list[str]:
+    """The parameters of its forward, behind the rows, that have no default and that nothing here could fill."""
+    behind = [*signature(class_before(block).forward).parameters.values()][2:]
+    named = [p for p in behind if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]
+    return [p.name for p in named if p.default is Parameter.empty and p.name != "position_embeddings"]
 
 
 def _inputs(block: nn.Module, norm: nn.Module) -> list[tuple[Tensor, dict[str, Any]]]:

@@ -98,6 +98,31 @@ def test_what_is_no_feed_forward_block_is_not_named(other: nn.Module) -> None:
     assert [entry.name for entry in (*report.fused, *report.apart)] == ["1"]
 
 
+class NormedHeads(nn.Module):
+    """Attention of heads that are normed, as wide as the input of a layer, as an adapter's may be by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qk_norm = nn.RMSNorm(64), nn.RMSNorm(16)
+        self.qk_proj, self.adapter, self.adapted = nn.Linear(64, 64), nn.Linear(64, 16), nn.Linear(16, 64)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = self.norm(x)
+        heads = self.qk_norm((self.qk_proj(x) + self.adapted(self.adapter(x))).unflatten(-1, (4, 16)))
+        scores = heads @ heads.mT
+        return scores if mask is None else scores + mask
+
+
+def test_norms_in_a_block_that_is_called_with_more_than_rows() -> None:
+    """What takes the output of a norm of heads is seen without a mask; what else does so with one is not."""
+    net = lpq.convert(nn.Sequential(NormedHeads()), "mxfp8", fuse=True)
+    assert apart(net) == {
+        "0.norm": "its block is called with mask beside its rows, so that a run on rows alone does not show what takes "
+        "its output",
+        "0.qk_norm": "something other than layers of lpq takes its output",
+    }
+
+
 class AsksForDtype(LlamaMlp):
     """As T5's: it reads a weight of its last layer, or of the first one before it calls any."""
 
