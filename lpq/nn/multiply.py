@@ -266,7 +266,8 @@ class Multiplication(torch.autograd.Function):
             with on_device(shapes.device):
                 dx, dw = _gradients(ctx, saved, dy, shapes, step, moves, sum_so_far, dy_operands, source)
         if needs_db:
-            sums = sum_rows(dy, *_ends(ctx, saved)) if ends else dy.reshape(-1, shapes.outputs).sum(0)
+            rows = -1 if shapes.outputs else 0  # there are as many as the rest gives, which 0 columns leave open
+            sums = sum_rows(dy, *_ends(ctx, saved)) if ends else dy.reshape(rows, shapes.outputs).sum(0)
             db = sums.to(ctx.bias)
         return dx, dw, db, None
 

@@ -240,19 +240,19 @@ def _note(layer: Layer, weight: Tensor, ranks: int, site: Site | None) -> str:
         return f"in high precision: {reason}" if kind is None else f"{_form(weight)}, and cannot be gathered: {reason}"
     whole = why_whole(quantizer, shape[0], ranks, is_stack(shape))
     sizes = sent_bytes(quantizer, rows, cols, dtype, stays=stays, stored=kind is not None, whole=whole)
-    shares = [count / (2 * rows * cols) for count in sizes]
+    in_bf16 = max(2 * rows * cols, 1)
     how = f"{'stored and ' if kind is not None else ''}gathered as {quantizer}: "
     if stays:
-        how += f"{shares[0]:.2f} of bf16, once for forward and backward"
+        how += f"{sizes[0] / in_bf16:.2f} of bf16, once for forward and backward"
     else:
-        how += f"{shares[0]:.2f} of bf16 in forward, {shares[1]:.2f} in backward"
+        how += f"{sizes[0] / in_bf16:.2f} of bf16 in forward, {sizes[1] / in_bf16:.2f} in backward"
     gathers = {"": (True, True)} if stays else {" in forward": (True, False), " in backward": (False, True)}
     for (when, directions), count in zip(gathers.items(), sizes, strict=False):
         operands = operand_bytes(quantizer, rows, cols, dtype, *directions)
         if (reason := why_in(whole, directions)) is not None:
             how += f"; in high precision{when}: {reason}"
         elif operands > count and ranks > 1:
-            how += f"; in high precision{when}, for its operands would be {operands / (2 * rows * cols):.2f}"
+            how += f"; in high precision{when}, for its operands would be {operands / in_bf16:.2f}"
     return how
 
 

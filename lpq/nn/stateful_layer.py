@@ -238,8 +238,7 @@ class StatefulLayer(nn.Module):
             if prefix + name in missing:
                 missing.remove(prefix + name)
                 device = next(self.parameters()).device
-                fresh = memory.is_meta and device.type != "meta"
-                setattr(self, name, torch.zeros_like(memory, device=device) if fresh else memory.zero_())
+                setattr(self, name, torch.zeros_like(memory, device=device) if memory.is_meta else memory.zero_())
         self.passes.forget()
         self.decide_fresh()
         others = tuple(f"{prefix}{owner}_" for owner in self.owners)
@@ -251,8 +250,7 @@ class StatefulLayer(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in state.items():  # .to(torch.bfloat16) is meant for the weights
             device = getattr(self, name).device
-            fresh = before.is_meta and device.type != "meta"
-            setattr(self, name, torch.zeros_like(before, device=device) if fresh else before.to(device))
+            setattr(self, name, torch.zeros_like(before, device=device) if before.is_meta else before.to(device))
         return self
 
 

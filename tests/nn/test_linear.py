@@ -63,6 +63,23 @@ def test_the_three_gemms_multiply_the_encoded_operands(recipe: str, dtype: torch
     assert torch.equal(module.bias.grad, dy.sum(0))
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    ("sizes", "rows"),
+    [((32, 0), (4,)), ((32, 0), (2, 3)), ((32, 0), ()), ((32, 0), (0,)), ((0, 32), (4,)), ((0, 0), (2, 3)),
+     ((32, 32), (0,)), ((32, 32), (2, 0))],
+)  # fmt: skip
+def test_a_layer_without_elements_is_nn_linear(recipe: str, sizes: tuple[int, int], rows: tuple[int, ...]) -> None:
+    """Nothing is rounded where the weight, or the input, has no elements. torch's reshape does not infer rows of 0."""
+    plain, x = nn.Linear(*sizes), drawn(*rows, sizes[0])
+    ours = lpq.convert(copy.deepcopy(plain), recipe, include="all")
+    assert isinstance(ours, lpq.nn.Linear)
+    assert equal(step(plain, x), step(ours, x)[:4])  # and not the states behind the gradients
+    stored = lpq.convert(copy.deepcopy(plain), recipe, include="all", weights="quantized")
+    assert 0 in rows or "0.00 of bf16" in str(lpq.report(stored))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
 def test_unquantized_recipe_is_nn_linear_bit_for_bit(dtype: torch.dtype, bias: bool) -> None:
