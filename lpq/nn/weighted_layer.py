@@ -68,8 +68,8 @@ class WeightedLayer(StatefulLayer):
                 raise
             raise RuntimeError(
                 f"{self.title}: its weight, which lpq.convert(…, weights=…) prepared, cannot be moved or cast, since "
-                "other code refers to it, as DeepSpeed's engine does: move the model before. DeepSpeed, which shards "
-                f"weights in ways of its own, takes a model of weights=None ({error.__cause__ or error})"
+                "other code refers to it, such as a graph of autograd, or an engine that shards weights by itself: "
+                f"move the model before that, or convert it with weights=None ({error.__cause__ or error})"
             ) from error
         if had_values and self.weight.is_meta:
             self._refuse_to_wait_for_values()
