@@ -306,10 +306,10 @@ def test_an_element_that_is_not_written_is_noticed(monkeypatch: pytest.MonkeyPat
 # ---------------------------------------------------------------------------------------------- states of optimizers
 
 
-STORED = ["mxfp8", "mxfp8(dtype=e5m2)", "fp8(scaling=block)", "fp8(scaling=block, pow2=false, dtype=e5m2)"]
+STORED = {"mxfp8": torch.bfloat16, "fp8(scaling=block, pow2=false, dtype=e5m2)": torch.float32}
 
 
-@pytest.mark.parametrize(("first", "dtype"), zip(STORED, itertools.cycle((torch.bfloat16, torch.float32))))
+@pytest.mark.parametrize(("first", "dtype"), STORED.items())
 def test_a_step_of_adamw(first: str, dtype: torch.dtype) -> None:
     """The parameter and the codes and scales of both moments, after steps with gradients of all sizes and NaN."""
     formats = {"exp_avg": first, "exp_avg_sq": "fp8(scaling=block, pow2=false)"}

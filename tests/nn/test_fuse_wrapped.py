@@ -31,15 +31,14 @@ def _same(net: Any, plain: Any) -> None:
         assert equal_states(net.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("recipe", ["fp8-delayed", "mxfp8"])
 @pytest.mark.parametrize(
-    ("name", "apart"),
+    ("recipe", "name", "apart"),
     [
-        ("model.layers.0", []),
-        (ATTENTION, [NORM]),
-        ("model.layers.0.self_attn.q_proj", [NORM]),
-        ("model.layers.0.mlp", ["model.layers.0.mlp", "model.layers.0.post_attention_layernorm"]),
-        (NORM, [NORM]),
+        ("fp8-delayed", "model.layers.0", []),
+        ("fp8-delayed", ATTENTION, [NORM]),
+        ("mxfp8", "model.layers.0.self_attn.q_proj", [NORM]),
+        ("mxfp8", "model.layers.0.mlp", ["model.layers.0.mlp", "model.layers.0.post_attention_layernorm"]),
+        ("fp8-delayed", NORM, [NORM]),
     ],
 )
 def test_hooks_of_accelerate(name: str, apart: list[str], recipe: str) -> None:
@@ -97,8 +96,7 @@ class Doubled(nn.Module):
         return 2 * weight
 
 
-@pytest.mark.parametrize("recipe", ["fp8-delayed", "mxfp8"])
-@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize(("recipe", "before"), [("fp8-delayed", False), ("mxfp8", True)])
 def test_a_parametrized_weight_of_a_norm(before: bool, recipe: str) -> None:
     """It is no parameter of the norm, which computes as before; a norm that had it before is not known."""
     plain, net = model(recipe=recipe), model(recipe=recipe)
@@ -130,8 +128,7 @@ def _tuned(peft: Any) -> Any:
     return peft.LNTuningConfig(target_modules=["input_layernorm"])
 
 
-@pytest.mark.parametrize("recipe", ["fp8-delayed", "mxfp8"])
-@pytest.mark.parametrize("config", [_saved, _tuned])
+@pytest.mark.parametrize(("recipe", "config"), [("fp8-delayed", _saved), ("mxfp8", _tuned)])
 def test_peft_around_a_norm(config: Callable[[Any], Any], recipe: str) -> None:
     """It trains a copy of the norm, which has no copies of the layers behind the norm."""
     peft: Any = pytest.importorskip("peft", reason="needs peft, which `make install` brings")

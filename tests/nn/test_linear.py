@@ -20,9 +20,10 @@ from lpq.operations.random_seeds import with_one_turn
 from lpq.operations.references import gemm_reference
 
 RECIPES = [
-    "bf16", "fp8-current", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "mxfp4", "nvfp4", "mxfp8-fwd-nvfp4-bwd",
-    "nvfp4-fwd-mxfp8-bwd", "mxfp8-fwd-bf16-bwd", "nvfp4-fwd-bf16-bwd", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16",
+    "bf16", "fp8-current", "fp8-delayed", "fp8-row", "mxfp8", "nvfp4", "mxfp8-fwd-nvfp4-bwd", "mxfp8-fwd-bf16-bwd",
+    "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16",
 ]  # fmt: skip
+"""One of each kind: ordinary matrices, statistics of all, of rows and of blocks, states, random bits, and mixtures."""
 EVERY = pytest.mark.parametrize("recipe", RECIPES)
 NAMED = sorted({*lpq.registry.recipes(), *RECIPES})
 COMPILED = ("fp8-delayed", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16")

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -217,8 +218,7 @@ WAYS: dict[str, tuple[Run, list[tuple[bool, bool]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("recipe", ["nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"])
+@pytest.mark.parametrize(("way", "recipe"), [*zip(WAYS, cycle(["nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"]))])
 def test_ways_to_run(recipe: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen, (run, made) = encodings(monkeypatch), WAYS[way]
     found = numbers(three(recipe), run)

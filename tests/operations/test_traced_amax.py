@@ -59,8 +59,7 @@ def test_float16_is_measured_by_the_format() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("text", "dtype"),
-    [("fp8", torch.bfloat16), ("hybrid(row=fp8, col=fp8(dtype=e5m2))", torch.float32), ("nvfp4", torch.bfloat16)],
+    ("text", "dtype"), [("hybrid(row=fp8, col=fp8(dtype=e5m2))", torch.float32), ("nvfp4", torch.bfloat16)]
 )
 def test_operands_are_those_of_the_tensor_that_was_made(device: str, text: str, dtype: torch.dtype) -> None:
     torch._dynamo.reset()
