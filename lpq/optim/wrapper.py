@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lpq.distributed import meeting
@@ -53,6 +54,8 @@ class Wrapper(Optimizer):
             "ranks that share parameters compare how they wrap an optimizer before its first step, as this rank does "
             f"with a {texts[0]}, and not all have come. {REMEDY}"
         )
-        sets = sharing(p for group in self.param_groups for p in group["params"])
+        params = [p for group in self.param_groups for p in group["params"]]
+        kinds = [p.device_mesh.device_type for p in params if isinstance(p, DTensor)]
+        sets = sharing(params, device=torch.device(kinds[0] if kinds else "cpu"))  # on which groups of NCCL compare
         if compare_in_store(((ranks, texts) for ranks in sets), "optimizers", (DIFFER, REMEDY, waits)) is None:
             raise RuntimeError(f"this rank has waited {meeting.limit():.0f} s: {waits}")

@@ -136,6 +136,18 @@ def test_optimizers_that_are_wrapped_otherwise(rank: int) -> None:
         assert equal_states(before, bytes_of(net.parameters()))
 
 
+@on_ranks(4)
+def test_an_optimizer_of_parameters_on_several_meshes(rank: int) -> None:
+    """Each rank shares one with the rank that differs, or with a rank that does."""
+    mesh = mesh_of("one", "other")
+    nets = [fully_shard(net, mesh=mesh[name]) for net, name in zip(_plain(), ("one", "other"), strict=True)]
+    exp_avg = "mxfp8" if rank == 3 else "fp8"
+    optimizer = QuantizedStates(AdamW([p for net in nets for p in net.parameters()]), exp_avg=exp_avg)
+    said = agreed(optimizer.step)
+    assert "other ranks, with which this one shares other layers, say where they differ" in said[0]
+    assert all(f"{first} has [QuantizedStates with exp_avg=" in one for first, one in zip("121", said[1:], strict=True))
+
+
 @pytest.mark.filterwarnings("ignore:masters begin with")
 @on_ranks(2)
 def test_optimizers_are_compared_once(rank: int) -> None:
