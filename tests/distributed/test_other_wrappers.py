@@ -13,6 +13,7 @@ from sharded import bytes_of, model
 from support.comparing import equal, equal_states
 from torch import Tensor, nn
 from torch.distributed._composable import replicate
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 import lpq
-from lpq.distributed.shard import WeightShard
+from lpq.distributed.shard import WeightShard, plain
 
 Wrap = Callable[[nn.Module], nn.Module]
 JOINED = r"0\.up\.weight: a flattened weight that is stored as nvfp4.* would be joined with others.*fully_shard"
@@ -150,3 +151,24 @@ def test_another_shape_is_refused() -> None:
         with pytest.raises(ValueError, match=r"0\.up\.weight: .*assigned to its data \[3\].*fully_shard"):
             weight.data = torch.zeros(3)
         assert weight.shape == (128, 64)
+
+
+# ---------------------------------------------------------------------------------- where a weight lies
+
+
+@pytest.mark.parametrize("weights", ["high_precision", "quantized"])
+def test_a_parameter_is_known_by_its_memory(weights: Any) -> None:
+    """accelerate goes by it. A detached one has none, or PyTorch would copy the memory of tensors in a state dict."""
+    wrapped = [p for p in _net(weights).parameters() if type(p) is not nn.Parameter]
+    assert len(wrapped) == len({p.data_ptr() for p in wrapped} - {0}) == 4
+    assert not any(p.detach().data_ptr() for p in wrapped)
+
+
+def test_a_state_dict_is_staged() -> None:
+    """As PyTorch does it before it saves asynchronously."""
+    net = _net("high_precision")
+    staged = StateDictStager(pin_memory=False, share_memory=False).stage(net.state_dict())
+    for name, value in net.state_dict().items():
+        copy = plain(staged[name])
+        assert torch.equal(copy, plain(value)), name
+        assert copy.data_ptr() != plain(value).data_ptr(), name

@@ -1,26 +1,31 @@
-"""Hugging Face's Trainer under accelerate's FSDP2, on two ranks."""
+"""Hugging Face's Trainer under accelerate's FSDP2, and accelerate without it, on several ranks."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch as safetensors
+import torch
 import torch.distributed as dist
 from llama import STEPS, TWO_STAGES, converted, llama, losses, trainer, transformers
 from ranks import spawn
+from sharded import How, batch, built, decoded, model, train
 from support.comparing import equal_states
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
 
 import lpq
 from lpq.integrations.transformers import LpqCallback
 from lpq.integrations.transformers_config import LpqConfig
+from lpq.optim import MasterWeights
 
 accelerate: Any = pytest.importorskip("accelerate", reason="needs accelerate, which `make install` brings")
 FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
@@ -173,3 +178,100 @@ def _four_ranks_in_bf16(rank: int, out: Path) -> None:
 
 def test_four_ranks_in_bf16_go_on_bit_for_bit(tmp_path: Path) -> None:
     spawn(_four_ranks_in_bf16, 4, tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------- accelerate alone
+
+
+STORED = How("mxfp8", "quantized", width=64, inner=128, ranks=2)
+ORDINARY, GATHERED = (replace(STORED, weights=weights) for weights in (None, "high_precision"))
+
+
+def _accelerator(**options: Any) -> Any:
+    """As ``accelerate launch`` sets it up on GPUs."""
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    blocks = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **{**blocks, **options})
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="no")
+    accelerator.state._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
+    return accelerator
+
+
+def _converted(how: How) -> nn.Module:
+    net = model(how.width, how.inner, how.blocks)
+    return lpq.convert(net, how.recipe, weights=how.weights, ranks=how.ranks if how.weights else None)
+
+
+def _adam(params: Any) -> Optimizer:
+    return AdamW(params, lr=1e-2, foreach=True)
+
+
+def _rounding(optimizer: Optimizer) -> Optimizer:
+    return MasterWeights(optimizer, keep=False)
+
+
+def _prepared(how: How, **options: Any) -> tuple[Any, nn.Module, Any]:
+    accelerator, net = _accelerator(**options), _converted(how)
+    return accelerator, *accelerator.prepare(net, _adam(net.parameters()))
+
+
+def _trained(
+    how: How, wrapped: Callable[[Optimizer], Optimizer] | None = None, loads_once: bool = False
+) -> list[float]:
+    """The losses of some steps, each of which changes every parameter."""
+    accelerator, net, optimizer = _prepared(how, cpu_ram_efficient_loading=loads_once)
+    if wrapped is not None:
+        optimizer.optimizer = wrapped(optimizer.optimizer)
+    found = []
+    for number in range(3):
+        x = batch(number, how)
+        loss = (net(x) - x.roll(1, 0)).square().mean()
+        accelerator.backward(loss)
+        before = [decoded(p) for p in net.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not any(torch.equal(a, decoded(p)) for a, p in zip(before, net.parameters(), strict=True)), number
+        found.append(loss.item())
+    return found
+
+
+def _trains_as_by_hand(rank: int) -> None:
+    with _launched(rank):
+        ordinary = _trained(ORDINARY)
+        assert len(set(ordinary)) == 3
+        assert _trained(GATHERED) == ordinary
+        rounded = _trained(STORED, _rounding)
+        assert rounded[0] == ordinary[0]
+        assert rounded == train(replace(STORED, optimizer=lambda params: _rounding(_adam(params))), 3)[0]
+        with_masters = _trained(STORED, MasterWeights)
+        assert with_masters == train(replace(STORED, optimizer=lambda params: MasterWeights(_adam(params))), 3)[0]
+        assert with_masters != rounded
+
+
+def _is_loaded_on_rank_0_alone(rank: int) -> None:
+    """accelerate's default: the other ranks get the weights from there."""
+    with _launched(rank):
+        assert _trained(GATHERED, loads_once=True) == _trained(ORDINARY, loads_once=True)
+        words = r"stored quantized, and loses its values on .*cpu_ram_efficient_loading=F"
+        with pytest.raises(RuntimeError, match=words):
+            _prepared(STORED, cpu_ram_efficient_loading=True)  # on both ranks
+
+
+def _what_cannot_be_exchanged_is_refused(rank: int) -> None:
+    """The parameters of a model that somebody else sharded."""
+    with _launched(rank):
+        net = built(GATHERED)
+        accelerator = _accelerator(cpu_ram_efficient_loading=False, auto_wrap_policy="no_wrap")
+        net, optimizer = accelerator.prepare(net, _adam(net.parameters()))
+        accelerator.backward(net(batch(0, GATHERED)).square().mean())
+        words = r"has 1\.down\.weight \d+ times, .*If a library exchanged its parameters, have that shard"
+        with pytest.raises(RuntimeError, match=words):
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "check", [_what_cannot_be_exchanged_is_refused, _trains_as_by_hand, _is_loaded_on_rank_0_alone]
+)
+def test_accelerate_alone(check: Callable[[int], None]) -> None:
+    spawn(check, 2)
