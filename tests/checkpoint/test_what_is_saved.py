@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpointed import POLICY, STEPS, Net, model_differences, random
-from ranks import spawn
 from support.comparing import as_bytes
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -346,19 +344,6 @@ def test_arguments_are_judged(tmp_path: Path, wrong: dict[str, Any]) -> None:
         checkpoint.save(nn.Linear(2, 2), tmp_path, **wrong)
 
 
-def test_saving_while_training_goes_on_in_one_process(tmp_path: Path) -> None:
-    net = Net(1, 64, SMALL)
-    saving = checkpoint.save_async(net, tmp_path, step=1)
-    with torch.no_grad():
-        for tensor in net.state_dict().values():
-            tensor.zero_()
-    assert saving.wait().name == "step-00000001"
-    assert saving.done()
-    loaded = Net(2, 64, SMALL)
-    checkpoint.load(loaded, tmp_path)
-    assert model_differences(loaded, Net(1, 64, SMALL)) == {}
-
-
 def test_a_refused_checkpoint_is_a_warning_of_its_own_kind() -> None:
     assert issubclass(CheckpointWarning, UserWarning)
 
@@ -406,19 +391,6 @@ def test_memories_come_and_go(tmp_path: Path) -> None:
     lpq.export(remembers, tmp_path / "decoded.pt", layout="lpq", decode=True)
     names = torch.load(tmp_path / "decoded.pt", weights_only=True)["model"]
     assert list(names) == ["0.weight", "0.bias", "2.weight", "2.bias"]
-
-
-def _largest_of_all(rank: int, folder: Path) -> None:
-    net, other = twice("fp8-delayed"), twice("fp8-delayed")
-    for memory in net[0].memories().values():
-        memory.fill_(1.0 + rank)
-    checkpoint.save(net, folder, process_group=dist.group.WORLD)
-    checkpoint.load(other, folder)
-    assert all(memory.unique().tolist() == [2.0] for memory in other[0].memories().values())
-
-
-def test_memories_are_those_of_all_ranks(tmp_path: Path) -> None:
-    spawn(_largest_of_all, 2, tmp_path)
 
 
 @pytest.mark.parametrize("given", [False, True])
