@@ -1,4 +1,4 @@
-"""Stored weights are written to before FSDP2 has ever gathered them: no forward has told them who has the others."""
+"""Weights are written to before FSDP2 has ever gathered them: no forward has told stored ones who has the others."""
 
 from __future__ import annotations
 
@@ -11,26 +11,21 @@ from pathlib import Path
 import pytest
 from ranks import on_ranks
 from sharded import (
-    OPTIMIZERS,
     SMALL,
     W8,
     How,
     built,
     give_gradients,
-    local,
     optimizer_for,
-    parts,
     same_parts,
     sharded,
     step,
     stored,
 )
-from support.comparing import equal_states
 from torch import nn
 from torch.optim import Optimizer
 
 import lpq
-from lpq.core import QuantizedTensor
 
 RECIPES = ["fp8-current", W8.format("hybrid(row=nvfp4, col=fp8(scaling=row))")]
 
@@ -40,26 +35,6 @@ def _stepped(net: nn.Sequential, optimizer: Optimizer) -> None:
         give_gradients(net)
         optimizer.step()
     optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@on_ranks(2)
-def test_any_optimizer(rank: int, recipe: str) -> None:
-    """Each with masters or without; with the other recipe the other way. Those that write to all weights at once, by
-    one kernel or by one call for many, and to one after the other; ``test_fsdp`` has every one."""
-    for i, make in enumerate(OPTIMIZERS[name] for name in ("foreach", "fused", "loop")):
-        ways = [stored(recipe, optimizer=make, masters=i % 2 == RECIPES.index(recipe), shard=s) for s in (True, False)]
-        ours, alone = nets = [built(how) for how in ways]
-        held = [part for p in ours.parameters() if isinstance(part := local(p), QuantizedTensor)]
-        assert [part.amax_group for part in held] == ["unattached"] * 4
-        before, optimizers = [parts(p) for p in alone.parameters()], [*map(optimizer_for, ways, nets)]
-        for net, optimizer in zip(nets, optimizers, strict=True):
-            _stepped(net, optimizer)
-        same_parts(ours, alone, make)
-        assert not any(equal_states(old, parts(new)) for old, new in zip(before, alone.parameters(), strict=True))
-        losses = [step(net, optimizer, 0, how) for net, optimizer, how in zip(nets, optimizers, ways, strict=True)]
-        assert losses[0] == losses[1]
-        same_parts(ours, alone, make)
 
 
 @on_ranks(2)

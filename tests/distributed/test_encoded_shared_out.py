@@ -67,41 +67,16 @@ def test_ranks_with_inputs_that_are_encoded_otherwise_all_raise(rank: int) -> No
 
 
 @on_ranks(2)
-def test_a_layer_takes_an_input_that_all_ranks_have_whole(rank: int) -> None:
-    mesh = mesh_of()
-    torch.manual_seed(1)
-    x = torch.randn(64, 64)
-    for recipe in ("fp8-current", "mxfp8", "nvfp4()"):
-        module = layer(recipe, tp.ColwiseParallel(), mesh)
-        q, expected = module.recipe.x, step(module, x)
-        assert equal(step(module, q.quantize(x)), expected)
-        assert equal(step(module, DTensor.from_local(q.quantize(x), mesh, [Replicate()], run_check=False)), expected)
-        assert not equal(step(module, q.quantize(x + 1)), expected)
-        with Watched():
-            assert equal(step(module, x), expected)
-            assert equal(step(module, q.quantize(x)), expected)
-        with pytest.raises(ValueError, match=r"layer 0, .*: the row operand of the input is encoded as mxfp8\(dtype="):
-            module(lpq.quantizer("mxfp8(dtype=e5m2)").quantize(x))
-
-
-@pytest.mark.starts
-@on_ranks(2)
-def test_a_compiled_layer_takes_it(rank: int) -> None:
-    module = layer("fp8-row", tp.ColwiseParallel(), mesh_of())
-    torch.manual_seed(1)
-    x = torch.randn(64, 64)
-    expected = step(module, x)
-    module.compile(fullgraph=True, backend="aot_eager")
-    assert equal(step(module, module.recipe.x.quantize(x)), expected)
-
-
-@on_ranks(2)
 def test_a_part_is_taken_however_it_comes_to_the_layer(rank: int) -> None:
     """As a DTensor, in a mode, and where an observer is told of it."""
     mesh = mesh_of()
     torch.manual_seed(1)
     rows, columns = torch.randn(64, 64), torch.randn(64, 64).chunk(2, 1)[rank].contiguous()
-    styles = (tp.ColwiseParallel(input_layouts=Shard(0)), rows, Shard(0)), (tp.RowwiseParallel(), columns, Shard(1))
+    styles: tuple[tuple[Any, Tensor, Any], ...] = (
+        (tp.ColwiseParallel(), torch.randn(64, 64), Replicate()),
+        (tp.ColwiseParallel(input_layouts=Shard(0)), rows, Shard(0)),
+        (tp.RowwiseParallel(), columns, Shard(1)),
+    )
     for style, part, placement in styles:
         module = layer("mxfp8", style, mesh)
         q, expected = module.recipe.x, step(module, part)

@@ -273,15 +273,6 @@ def _layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
 
 
-@on_ranks(2)
-def test_too_late(rank: int) -> None:
-    for weights in ("high_precision", "quantized"):
-        net = fully_shard(_layers())
-        with pytest.raises(ValueError, match=r"0: its weight is sharded already; call lpq\.convert before fully_shard"):
-            lpq.convert(net, "mxfp8", weights=weights)
-        assert not any(isinstance(module, lpq.nn.Linear) for module in net)  # nothing was done
-
-
 COLUMNS = How("fp8-current", **SMALL)
 
 

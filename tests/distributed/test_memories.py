@@ -1,5 +1,5 @@
 """Delayed scaling on several ranks: after a step all remember the largest of what each has seen; replicas of
-DistributedDataParallel remember their own, or say why they would not; and layers may share what they remember."""
+DistributedDataParallel remember their own, or say why they would not."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 from ranks import fully_shard, mesh_of, of_all, on_ranks
-from support.comparing import equal, equal_states
-from support.encoding_norm import Block
+from support.comparing import equal
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import lpq
-from lpq.distributed.shard import plain
 from lpq.observe.collectives import collectives
 
 
@@ -104,44 +102,3 @@ def test_replicas_that_would_not_remember_their_own(rank: int) -> None:
         for y in (got, expected):
             y.sum().backward()
     assert alone[0].x_amax_history.max() > 0
-
-
-# ---------------------------------------------------------------------------------- layers that share a history
-
-
-def _layers_apart(net: Any) -> nn.Module:
-    """The input of each layer passes through hooks of FSDP2."""
-    for layer in net.layers:
-        fully_shard(layer)
-    return fully_shard(net)  # type: ignore[no-any-return]
-
-
-def _trained(rank: int, fused: bool, weights: Any, prepare: Callable[[nn.Module], nn.Module]) -> Any:
-    own: Any = lpq.convert(Block(fused), "fp8-delayed", include="all", weights=weights)
-    net = prepare(own)
-    optimizer = SGD(net.parameters(), lr=0.1)
-    found: list[Any] = []
-    for number in range(3):
-        for _ in range(2):  # micro-batches
-            x = (_batch(rank, number) * (1 + number)).requires_grad_()
-            y = net(x)
-            y.square().mean().backward()
-            found += [y.detach(), x.grad]
-        optimizer.step()
-        optimizer.zero_grad()
-        found += [layer.x_amax_history.clone() for layer in own.layers]
-    q, k, v = (layer.x_amax_history for layer in own.layers)
-    assert (q is k is v) == fused
-    return found, {name: plain(value) for name, value in net.state_dict().items()}
-
-
-@pytest.mark.parametrize(
-    ("weights", "prepare"), [(None, fully_shard), ("high_precision", _layers_apart), (None, _replicated)]
-)
-@on_ranks(2)
-def test_layers_with_one_history_compute_what_they_compute_with_their_own(
-    rank: int, weights: Any, prepare: Callable[[nn.Module], nn.Module]
-) -> None:
-    fused, apart = (_trained(rank, fused, weights, prepare) for fused in (True, False))
-    assert equal(fused[0], apart[0])
-    assert equal_states(fused[1], apart[1])

@@ -15,8 +15,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import lpq
 from lpq.distributed import meeting
-from lpq.distributed.expert_parallel import ExpertParallel
-from lpq.nn import GroupedLinear
 
 WIDTH, INNER, BATCH, TOKENS, RANKS = 64, 256, 2, 64, 2
 Found = dict[str, dict[str, float]]
@@ -73,18 +71,6 @@ def test_ranks_of_fsdp2_have_the_statistics_of_all(rank: int, ranks: int, recipe
         assert one == found
 
 
-@pytest.mark.starts
-@on_ranks(RANKS)
-def test_ranks_of_fsdp2_watch_a_compiled_model(rank: int) -> None:
-    net = model("mxfp8", weights="high_precision", ranks=RANKS)
-    net.compile(backend="aot_eager")
-    fully_shard(net)
-    batches = tuple(t[rank : rank + 1] for t in data())
-    net(batches[0]).backward(batches[1])  # compiled, and gathered by compiled code
-    net.zero_grad()
-    alike(watched(net, batches), on_one(one_process, "mxfp8", BATCH))  # type: ignore[arg-type]
-
-
 @on_ranks(RANKS)
 def test_weights_that_are_stored_quantized_have_no_line(rank: int) -> None:
     net = model("mxfp8", weights="quantized", ranks=RANKS)
@@ -126,32 +112,6 @@ def test_a_step_that_one_rank_alone_watches(rank: int) -> None:
 def _watch(watch: Any, net: Any, x: Tensor, dy: Tensor) -> None:
     with watch.step():
         net(x).backward(dy)
-
-
-def experts() -> tuple[Any, Tensor, list[int]]:
-    torch.manual_seed(0)
-    return GroupedLinear(4, WIDTH, INNER, recipe="fp8-current"), torch.randn(24, WIDTH), [6, 2, 0, 4]
-
-
-def experts_alone() -> Found:
-    stack, x, counts = experts()
-    watch = lpq.observe.numerics(stack, every=1)
-    rows = [torch.cat([half.split(counts)[i] for half in x.chunk(2)]) for i in range(4)]
-    with watch.step():
-        stack(torch.cat(rows), [2 * count for count in counts]).sum().backward()
-    return {one.title: one.numbers() for one in watch.readings()}
-
-
-@on_ranks(RANKS)
-def test_ranks_with_experts_have_the_statistics_of_all_experts(rank: int) -> None:
-    net, x, counts = experts()
-    parallelize_module(net, mesh_of(), ExpertParallel())
-    watch = lpq.observe.numerics(net, every=1)
-    with watch.step():
-        net(x.chunk(2)[rank], counts).sum().backward()
-    found = {one.title: one.numbers() for one in watch.readings()}
-    alike(found, on_one(experts_alone))
-    assert len(found) == 7
 
 
 @on_ranks(RANKS)

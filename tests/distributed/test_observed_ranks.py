@@ -124,18 +124,13 @@ def test_ranks_of_fsdp2_see_what_one_process_sees(rank: int, recipe: str, weight
         assert operands
 
 
-@pytest.mark.parametrize("shard", ["tensor parallelism", "FSDP2"])
 @on_ranks(RANKS)
-def test_ranks_of_a_compiled_model_see_what_an_eager_one_sees(rank: int, shard: str) -> None:
+def test_ranks_of_a_compiled_model_see_what_an_eager_one_sees(rank: int) -> None:
     """Compiled code that ran before the block runs eagerly in it, on all ranks."""
     x, dy = data()
     found = []
     for compiled in (False, True):
-        net = model("fp8-current", weights="high_precision" if shard == "FSDP2" else None)
-        if shard == "FSDP2":
-            fully_shard(net)
-        else:
-            parallelize_module(net, mesh_of(), gated_plan(False))
+        net = fully_shard(model("fp8-current", weights="high_precision"))
         if compiled:
             net.compile(backend="aot_eager")
             net(x).backward(dy)

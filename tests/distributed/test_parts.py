@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from ranks import fully_shard, on_ranks
-from sharded import SMALL, How, backward, batch, model, optimizer_for, same_weights
+from sharded import model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
@@ -34,44 +33,6 @@ def _each_block(net: nn.Sequential) -> None:
 def _in_parts(net: nn.Sequential, recipe: str, weights: Any) -> None:
     for part in (net[0].up, net[0].down, *net[1:]):
         lpq.convert(part, recipe, weights=weights)
-
-
-def _run(how: How, shard: Sharding, parts: bool) -> tuple[list[float], nn.Sequential, list[list[Collective]]]:
-    net = model(how.width, how.inner)
-    if parts:
-        _in_parts(net, how.recipe, how.weights)
-    else:
-        lpq.convert(net, how.recipe, weights=how.weights)
-    shard(net)
-    optimizer = optimizer_for(how, net)
-    losses, updates = [], []
-    for number in range(2):
-        losses.append(backward(net, batch(number, how)))
-        with collectives() as seen:
-            optimizer.step()
-        optimizer.zero_grad()
-        updates.append(seen)
-    return losses, net, updates
-
-
-@pytest.mark.parametrize(
-    ("recipe", "weights", "shard"),
-    [
-        ("fp8-current", "high_precision", fully_shard), ("fp8-delayed", "quantized", fully_shard),
-        ("fp8-delayed", "high_precision", _each_block_and_the_whole), ("fp8-current", "quantized", _each_block),
-        ("x=mxfp8(), w=nvfp4(), dy=mxfp8()", "high_precision", _each_block),
-    ],
-)  # fmt: skip
-@on_ranks(2)
-def test_as_converted_at_once(rank: int, recipe: str, weights: str, shard: Sharding) -> None:
-    how = How(recipe, weights, masters=True, **SMALL)
-    losses, a, expected = _run(how, shard, parts=False)
-    found, b, seen = _run(how, shard, parts=True)
-    assert losses == found
-    assert len(set(losses)) == len(losses)
-    assert seen == expected
-    assert [c.kind for c in seen[-1]] == ["all_reduce"]
-    same_weights(a, b)
 
 
 @on_ranks(2)

@@ -14,9 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from operands import as_shard_of, expected, gathered, side
-from operands import value as values_of
-from ranks import fully_shard, of_all, on_ranks
+from operands import expected, gathered
+from ranks import of_all, on_ranks
 from sharded import (
     OPTIMIZERS,
     W8,
@@ -50,7 +49,6 @@ import lpq
 from lpq.core import QuantizedTensor
 from lpq.distributed.shard_groups import attach
 from lpq.observe import collectives
-from lpq.operations import reduce_statistics
 from lpq.optim import MasterWeights, load_high_precision
 
 SIZE = 128
@@ -335,35 +333,6 @@ def test_nothing_saves_the_group(rank: int) -> None:
     part._local_tensor.copy_(torch.full((rows, SIZE), 1000.0 if rank else 1.0))
     whole = torch.cat([torch.ones(rows, SIZE), torch.full((rows, SIZE), 1000.0)])
     assert torch.equal(part._local_tensor.row.scale, lpq.quantizer("fp8").quantize(whole).row.scale)
-
-
-def _after_a_nan(texts: list[str]) -> list[bool]:
-    """Whether each weight is gathered as one process quantizes the whole, once rank 1 has put a NaN into its shard."""
-    wholes = [values_of(2 * SIZE, SIZE, i) for i in range(len(texts))]
-    net = fully_shard(side(texts, wholes, "quantized", ranks=2))
-    for layer, whole in zip(net.layers, wholes, strict=True):
-        whole[-1, 3] = torch.nan
-        with torch.no_grad():
-            layer.weight.copy_(as_shard_of(layer.weight, whole))
-    found = gathered(net, torch.randn(32, SIZE))
-    return [
-        all(
-            equal_states(found[f"layers.{i}", when], expected(text, whole, direction))
-            for when, direction in (("forward", "row"), ("backward", "col"))
-        )
-        for i, (text, whole) in enumerate(zip(texts, wholes, strict=True))
-    ]
-
-
-@on_ranks(2)
-def test_nan_on_one_rank(rank: int) -> None:
-    """It reaches the scales that it reaches in one process, and those that no rank shares stay each rank's own."""
-    texts = ["fp8", "mxfp8", "nvfp4(block=16x16)", "hybrid(row=nvfp4, col=mxfp8)", OF_CODES]
-    assert _after_a_nan(texts) == [True] * len(texts)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduce_statistics, "reduce_max", lambda values, group, signed: list(values))
-        kept = _after_a_nan(texts)
-    assert kept == [text == "mxfp8" for text in texts], "a NaN that rank 1 keeps to itself is noticed"
 
 
 @on_ranks(2)
