@@ -255,11 +255,12 @@ class Normed(nn.Module):
 
 NORMS = {
     # recipe: launches and Python calls of a norm that encodes and two layers, and of them apart.
-    "fp8-current": (20, 85, 18, 59),
-    "fp8-delayed": (20, 112, 20, 76),
-    "mxfp8": (19, 84, 15, 59),
+    "fp8-current": (21, 85, 18, 59),
+    "fp8-delayed": (21, 112, 20, 76),
+    "mxfp8": (20, 84, 15, 59),
 }
-"""On Hopper; torch's launches for the norm apart are not among them. A number may fall: lower it then."""
+"""On Hopper; torch's launches are not among them: those for the norm apart, and the two that would add up the gradient
+of the norm's weight. A number may fall: lower it then."""
 
 
 @pytest.mark.parametrize("recipe", NORMS)
