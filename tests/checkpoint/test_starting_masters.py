@@ -33,30 +33,30 @@ WEIGHTS = ["0.up.weight", "0.down.weight", "1.up.weight", "1.down.weight"]
 """The weights that are converted."""
 
 
-def how(recipe: str, weights: str | None, shard: bool) -> How:
-    return How(recipe, weights=weights, width=64, inner=128, shard=shard)
+def how(recipe: str, weights: str | None) -> How:
+    return How(recipe, weights=weights, width=64, inner=128)
 
 
-def made(recipe: str, weights: str | None, shard: bool) -> nn.Module:
-    return built(how(recipe, weights, shard))
+def made(recipe: str, weights: str | None) -> nn.Module:
+    return built(how(recipe, weights))
 
 
 def adam(net: nn.Module) -> AdamW:
     return AdamW(net.parameters(), lr=1e-2)
 
 
-def trained(recipe: str, weights: str | None, shard: bool, first: int = 0) -> tuple[nn.Module, Optimizer]:
+def trained(recipe: str, weights: str | None, first: int = 0) -> tuple[nn.Module, Optimizer]:
     """A model after two steps, with masters if its weights are stored."""
-    net = made(recipe, weights, shard)
+    net = made(recipe, weights)
     optimizer = MasterWeights(adam(net)) if weights == "quantized" else adam(net)
     for number in range(first, first + 2):
-        step(net, optimizer, number, how(recipe, weights, shard))
+        step(net, optimizer, number, how(recipe, weights))
     return net, optimizer
 
 
-def goes_on(net: nn.Module, optimizer: Optimizer, shard: bool) -> list[float]:
+def goes_on(net: nn.Module, optimizer: Optimizer) -> list[float]:
     """The losses of the steps that follow."""
-    losses = [step(net, optimizer, number, how("", None, shard)) for number in range(2, 5)]
+    losses = [step(net, optimizer, number, how("", None)) for number in range(2, 5)]
     assert len(set(losses)) == 3
     return losses
 
@@ -98,13 +98,12 @@ def encoded(net: nn.Module, of: dict[str, Tensor]) -> None:
     for name, weight in values(net).items():
         assert isinstance(weight, QuantizedTensor)
         whole = of[name]
-        if dist.is_initialized():
-            parts = [torch.empty_like(whole) for _ in range(dist.get_world_size())]
-            dist.all_gather(parts, whole.contiguous())
-            whole = torch.cat(parts)
+        parts = [torch.empty_like(whole) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, whole.contiguous())
+        whole = torch.cat(parts)
         truth = weight.quantizer.quantize(whole)
         rows = weight.shape[0]
-        start = rows * dist.get_rank() if dist.is_initialized() else 0
+        start = rows * dist.get_rank()
         for (direction, a), (_, b) in zip(weight.operands, truth.operands, strict=False):
             part = b.narrow(0 if direction == "row" else 1, start, start + rows)
             assert part is not None
@@ -117,68 +116,68 @@ def quietly(path: Path, net: nn.Module, optimizer: Optimizer | None) -> None:
         checkpoint.load(net, path, optimizer)
 
 
-def _masters_of_high_precision(folder: Path, recipe: str, shard: bool) -> None:
-    net, optimizer = trained(recipe, "high_precision", shard)
+def _masters_of_high_precision(folder: Path, recipe: str) -> None:
+    net, optimizer = trained(recipe, "high_precision")
     saved = {name: value.clone() for name, value in values(net).items()}
     checkpoint.save(net, folder / "with", optimizer)
     checkpoint.save(net, folder / "without")
 
     for used in (False, True):  # masters that took steps of their own are overwritten, too
-        stored = made(recipe, "quantized", shard)
+        stored = made(recipe, "quantized")
         resumed = MasterWeights(adam(stored))
         if used:
-            stored, resumed = trained(recipe, "quantized", shard, first=7)
+            stored, resumed = trained(recipe, "quantized", first=7)
         with collectives() as seen:
             quietly(folder / "with", stored, resumed)
-        assert [c.kind for c in seen].count("all_reduce") == int(shard), "one reduction for all"
+        assert [c.kind for c in seen].count("all_reduce") == 1, "one reduction for all"
         hold(masters(stored, resumed), saved)
         encoded(stored, saved)
         decoded = {name: value.dequantize() for name, value in values(stored).items()}
         assert not any(torch.equal(decoded[name], saved[name]) for name in WEIGHTS), "or it would not matter"
         assert same_moments(resumed, optimizer)
 
-    fresh = made(recipe, "quantized", shard)
+    fresh = made(recipe, "quantized")
     alone = MasterWeights(adam(fresh))
     with collectives() as seen:
         quietly(folder / "without", fresh, alone)
-    assert [c.kind for c in seen].count("all_reduce") == int(shard)
+    assert [c.kind for c in seen].count("all_reduce") == 1
     hold(masters(fresh, alone), saved)
     encoded(fresh, saved)
     assert moments(alone) == []
 
-    twin = made(recipe, "high_precision", shard)
+    twin = made(recipe, "high_precision")
     quietly(folder / "with", twin, None)
-    anew = goes_on(twin, adam(twin), shard)
-    truth = goes_on(net, optimizer, shard)
+    anew = goes_on(twin, adam(twin))
+    truth = goes_on(net, optimizer)
     assert anew != truth
-    assert goes_on(stored, resumed, shard) == truth
-    assert goes_on(fresh, alone, shard) == anew
+    assert goes_on(stored, resumed) == truth
+    assert goes_on(fresh, alone) == anew
 
 
-def _high_precision_of_masters(folder: Path, recipe: str, shard: bool) -> None:
-    stored, optimizer = trained(recipe, "quantized", shard)
+def _high_precision_of_masters(folder: Path, recipe: str) -> None:
+    stored, optimizer = trained(recipe, "quantized")
     kept = {name: value.clone() for name, value in masters(stored, optimizer).items()}
     checkpoint.save(stored, folder / "masters", optimizer)
 
-    net = made(recipe, "high_precision", shard)
+    net = made(recipe, "high_precision")
     resumed = adam(net)
     quietly(folder / "masters", net, resumed)
     hold(values(net), kept)
     assert all("master" not in state for state in resumed.state.values())
     assert same_moments(resumed, optimizer)
 
-    plain = made(recipe, None, shard)
+    plain = made(recipe, None)
     quietly(folder / "masters", plain, None)
     hold(values(plain), kept)
 
-    assert goes_on(net, resumed, shard) == goes_on(stored, optimizer, shard)
+    assert goes_on(net, resumed) == goes_on(stored, optimizer)
 
 
-def _masters_without_a_place(folder: Path, recipe: str, shard: bool) -> None:
-    stored, optimizer = trained(recipe, "quantized", shard)
+def _masters_without_a_place(folder: Path, recipe: str) -> None:
+    stored, optimizer = trained(recipe, "quantized")
     checkpoint.save(stored, folder / "dropped", optimizer)
     before = {name: codes(weight) for name, weight in values(stored).items()}
-    net = made(recipe, "quantized", shard)
+    net = made(recipe, "quantized")
     ordinary = MasterWeights(adam(net), keep=False)
     with pytest.warns(CheckpointWarning) as told:
         checkpoint.load(net, folder / "dropped", ordinary)
@@ -189,36 +188,36 @@ def _masters_without_a_place(folder: Path, recipe: str, shard: bool) -> None:
         assert equal(codes(weight), before[name]), name
     assert same_moments(ordinary, optimizer)
     assert all("master" not in state for state in ordinary.state.values())
-    goes_on(net, ordinary, shard)
-    quietly(folder / "dropped", made(recipe, "quantized", shard), None)  # for evaluation: nobody wants masters
+    goes_on(net, ordinary)
+    quietly(folder / "dropped", made(recipe, "quantized"), None)  # for evaluation: nobody wants masters
 
 
-def _masters_of_stored_weights(folder: Path, recipe: str, shard: bool) -> None:
+def _masters_of_stored_weights(folder: Path, recipe: str) -> None:
     """Saved without masters: they start from what the weights decode to, as if they were made after loading."""
-    stored = made(recipe, "quantized", shard)
+    stored = made(recipe, "quantized")
     ordinary = MasterWeights(adam(stored), keep=False)
-    step(stored, ordinary, 0, how(recipe, "quantized", shard))
+    step(stored, ordinary, 0, how(recipe, "quantized"))
     checkpoint.save(stored, folder / "plain", ordinary)
-    net = made(recipe, "quantized", shard)
+    net = made(recipe, "quantized")
     optimizer = MasterWeights(adam(net))
     quietly(folder / "plain", net, optimizer)
     hold(masters(net, optimizer), {name: w.dequantize(torch.float32) for name, w in values(stored).items()})
     assert same_moments(optimizer, ordinary)
-    goes_on(net, optimizer, shard)
+    goes_on(net, optimizer)
 
 
-def _frozen_weights(folder: Path, recipe: str, shard: bool) -> None:
+def _frozen_weights(folder: Path, recipe: str) -> None:
     """Stored, and given to no optimizer: what they decode to is all there is of them. The others take their masters."""
 
     def frozen(weights: str | None) -> tuple[nn.Module, list[Tensor]]:
-        net = made(recipe, weights, shard)
+        net = made(recipe, weights)
         net[0].up.requires_grad_(False)
         net[0].down.requires_grad_(False)
         return net, [p for p in net.parameters() if p.requires_grad]
 
     stored, params = frozen("quantized")
     optimizer = MasterWeights(AdamW(params, lr=1e-2))
-    step(stored, optimizer, 0, how(recipe, "quantized", shard))
+    step(stored, optimizer, 0, how(recipe, "quantized"))
     checkpoint.save(stored, folder / "frozen", optimizer)
     decoded = {name: weight.dequantize() for name, weight in values(stored).items()}
     kept = {name: local(optimizer.masters[p]) for name, p in stored.named_parameters() if p in optimizer.masters}
@@ -231,24 +230,18 @@ def _frozen_weights(folder: Path, recipe: str, shard: bool) -> None:
             quietly(folder / "frozen", net, resumed)
         assert "all_reduce" not in [c.kind for c in seen], "there is nothing to encode"
         hold(values(net), {**decoded, **kept})
-        goes_on(net, resumed, shard)
+        goes_on(net, resumed)
 
 
-Check = Callable[[Path, str, bool], None]
+Check = Callable[[Path, str], None]
 CHECKS: list[Check] = [
     _masters_of_high_precision, _high_precision_of_masters, _masters_without_a_place, _masters_of_stored_weights,
     _frozen_weights,
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("check", "recipe"), zip(CHECKS, cycle(RECIPES[::-1])))
-def test_not_sharded(check: Check, recipe: str, tmp_path: Path) -> None:
-    """Each check has the other recipe on two ranks."""
-    check(tmp_path, recipe, False)
-
-
 def _sharded(rank: int, check: Check, folder: Path, recipe: str) -> None:
-    check(folder, recipe, True)
+    check(folder, recipe)
 
 
 @pytest.mark.parametrize(("check", "recipe"), zip(CHECKS, cycle(RECIPES)))

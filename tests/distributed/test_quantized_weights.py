@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from sharded import (
     How,
     built,
     bytes_of,
+    give_gradients,
     local,
     model,
     optimizer_for,
@@ -43,7 +45,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 import lpq
 from lpq.core import QuantizedTensor
@@ -192,6 +194,42 @@ def test_initialised(rank: int) -> None:
         assert scales
         assert equal(*of_all(scales))
         step(net, optimizer_for(how := stored(recipe), net), 0, how)
+
+
+def _stepped(net: nn.Sequential, optimizer: Optimizer) -> None:
+    for _ in range(2):
+        give_gradients(net)
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_a_model_that_was_loaded(rank: int, tmp_path: Path) -> None:
+    """By a checkpoint, which attaches what it writes to; or whole, unpickled or copied before it was sharded. It is
+    stepped before FSDP2 has ever gathered a weight."""
+    how = stored("fp8-current")
+    unsharded = replace(how, shard=False)
+    alone, trained = built(unsharded), built(how)
+    for net in (alone, trained):
+        _stepped(net, optimizer_for(how, net))
+    lpq.checkpoint.save(trained, tmp_path / "run", step=1)
+
+    def restored(net: nn.Sequential) -> nn.Sequential:
+        lpq.checkpoint.load(sharded(net, how), tmp_path / "run")
+        return net
+
+    def unpickled(net: nn.Sequential) -> nn.Sequential:
+        return sharded(pickle.loads(pickle.dumps(net)), how)
+
+    def copied(net: nn.Sequential) -> nn.Sequential:
+        return sharded(copy.deepcopy(net), how)
+
+    makes: list[Callable[[nn.Sequential], nn.Sequential]] = [restored, unpickled, copied]
+    for make in makes:
+        net, expected = make(built(unsharded)), copy.deepcopy(alone) if make is restored else built(unsharded)
+        for one in (net, expected):
+            _stepped(one, optimizer_for(how, one))
+        same_parts(net, expected, make.__name__)
 
 
 # ---------------------------------------------------------------------------------- saving, loading and the group
