@@ -43,7 +43,7 @@ def _train(
     net = prepare(lpq.convert(own, recipe, weights=weights))
     if backend is not None:
         torch.compiler.reset()  # or torch, which compiles a function eight times, may leave it uncompiled
-        net.compile(backend=backend)
+        own[0].compile(backend=backend)
     optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
     if weights == "quantized":
         optimizer = MasterWeights(optimizer)

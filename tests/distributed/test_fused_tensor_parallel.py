@@ -265,20 +265,17 @@ def test_a_rank_alone_that_is_not_fused_is_told(rank: int) -> None:
 
 
 @pytest.mark.starts
-@pytest.mark.parametrize(
-    ("part", "layout"), [("mlp", "whole"), ("mlp", "local"), ("mlp", "prepared"), ("mlp.gate_proj", "local")]
-)
+@pytest.mark.parametrize("part", ["mlp", "mlp.gate_proj"])
 @on_ranks(2)
-def test_compiled_layers_that_remember_encode_by_themselves(rank: int, part: str, layout: str) -> None:
+def test_compiled_layers_that_remember_encode_by_themselves(rank: int, part: str) -> None:
     """The norm before them is not compiled, and hands them an ordinary tensor. A block that is one function calls its
     gate past compiled code, and gets what it encodes itself."""
-    torch.compiler.reset()
     found = []
     for fuse in (False, True):
-        net = normed("fp8-delayed", layout, fuse)
-        if part == "mlp" or fuse:
+        net = normed("fp8-delayed", "local", fuse)
+        if fuse:
             net.get_submodule(part).compile(fullgraph=True, backend="eager")
-        found.append(run(net, layout != "whole", torch.bfloat16, 3)[0])
+        found.append(run(net, True, torch.bfloat16, 3)[0])
     assert equal(*found)
     assert ("is compiled and remembers statistics of inputs" in str(lpq.report(net))) == (part == "mlp")
 

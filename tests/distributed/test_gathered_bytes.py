@@ -104,7 +104,7 @@ def test_bytes(rank: int, ranks: int, tmp_path: Path) -> None:
         seed = 100 * number
         _high_precision(quantizers, seed, x, torch.float32)
         if number == 0 and ranks == 2:
-            _high_precision(quantizers, seed, x, torch.bfloat16, mp_policy=bf16, reshard_after_forward=False)
+            _high_precision(KINDS, seed, x, torch.bfloat16, mp_policy=bf16, reshard_after_forward=False)
         net, written = _quantized(quantizers, seed, x, reshard_after_forward=number != 1)
         if quantizers is OTHERS:  # a checkpoint has them, for shards and for one process
             checkpoint.save(net, tmp_path / "saved")

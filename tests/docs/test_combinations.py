@@ -54,7 +54,7 @@ TABLES: dict[str, dict[str, tuple[str, str, str]]] = {
             f"{SHARDED}/test_sharded_twice.py::training_is_that_of_weights_in_high_precision",
         ),
         "checkpoints that are loaded on another layout": (
-            "tests/checkpoint/test_resharding.py::training_goes_on_from_four_on_two_one_and_four",
+            "tests/checkpoint/test_resharding.py::training_goes_on_from_four_on_two_and_one",
             "tests/checkpoint/test_resharding.py::four_two_one_four",
             f"{PARALLEL}_combined.py::a_checkpoint_loads_on_another_layout",
         ),
@@ -78,7 +78,7 @@ TABLES: dict[str, dict[str, tuple[str, str, str]]] = {
         "a recipe with one scale for a tensor, with blocks, a hybrid": (
             f"{GROUPED}::it_is_separate_linears_bit_for_bit",
             f"{SHARDED}/test_grouped_sharded.py::two_ranks_compute_what_one_does",
-            f"{EXPERTS}::ranks_compute_what_one_process_does",
+            f"{RECIPES}::experts_that_ranks_share_out",
         ),
         "every format, third parties' too": (
             "lpq/testing/conformance/test_groups.py::a_group_is_encoded_by_itself",
