@@ -142,7 +142,9 @@ def collect(
             if not progress.batches:
                 raise CalibrationError("there is no batch: pass some, and a list or a DataLoader if it is used again")
             break
-        _check_some(progress, facts)
+        without = [rank for rank, one in enumerate(facts) if one.samples is None]
+        if progress.batches == 0 and without:
+            raise CalibrationError(f"rank {without[0]} has no batch at all: give each rank one at least")
         progress, number = _advanced(progress, facts, heads, team, samples)
         if progress.batches <= begin:
             continue  # all of this round are in the statistics
@@ -241,9 +243,3 @@ def _advanced(
             number = progress.batches if one.team == team.ranks else number
             progress = Progress(progress.batches + 1, progress.samples + one.samples)
     return progress, number
-
-
-def _check_some(start: Progress, facts: Sequence[_Facts]) -> None:
-    without = [rank for rank, one in enumerate(facts) if one.samples is None]
-    if start.batches == 0 and without:
-        raise CalibrationError(f"rank {without[0]} has no batch at all: give each rank one at least")

@@ -76,8 +76,10 @@ def agreed_parts(
     else:
         ranks = Ranks(group)
         every = ranks.all(spans_of_parts)
+        random = seed is not None and any(rounds_stochastically(part.weight.quantizer) for part in parts)
+        seeds = [f"seed {signed(int(seed))}"] if seed is not None and random else []
         ranks.equal(
-            [*map(_described, parts), *_rounding(parts, seed)],
+            [*map(_described, parts), *seeds],
             "the ranks did not pass the same weights and seed, so nothing was cast",
             "Pass the same on all of them, in the same order, each with a state or without",
             "no weight",
@@ -95,12 +97,6 @@ def _described(part: MasterPart) -> str:
     operands = " and ".join(direction for direction, _ in weight.operands)
     remembers = ", with a state" if part.state is not None else ""
     return f"weights[{part.index}]: {weight.quantizer} {[*weight.shape]} of {weight.dtype}, {operands}{remembers}"
-
-
-def _rounding(parts: Sequence[MasterPart], seed: Tensor | int | None) -> list[str]:
-    """The seed, if anything is rounded with it."""
-    random = seed is not None and any(rounds_stochastically(part.weight.quantizer) for part in parts)
-    return [f"seed {signed(int(seed))}"] if seed is not None and random else []
 
 
 def _check_cover(part: MasterPart, spans: Sequence[Span]) -> None:

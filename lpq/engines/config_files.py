@@ -39,7 +39,8 @@ def configuration(model: nn.Module | None, base: Path | None) -> dict[str, Any]:
     if callable(getattr(config, "to_diff_dict", None)):
         assert config is not None
         data: dict[str, Any] = json.loads(json.dumps(config.to_diff_dict(), default=_text))
-        data["architectures"] = [_class_of(model).__name__]
+        own = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))  # FSDP2 made it another one
+        data["architectures"] = [own.__name__]
         if isinstance(dtype := getattr(model, "dtype", None), torch.dtype):  # the config has the dtype of its loading
             data[next((key for key in DTYPE if key in data), DTYPE[0])] = _text(dtype)
     elif base is not None:
@@ -101,11 +102,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise CheckpointError(f"{path.name} is {brief(table)}, and no table")
     return table
-
-
-def _class_of(model: nn.Module | None) -> type:
-    """The model's class before FSDP2 gave it one of its own."""
-    return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def _text(value: object) -> str:

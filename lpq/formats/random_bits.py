@@ -40,11 +40,6 @@ def _high(product: Tensor) -> Tensor:
     return (product >> 32).bitwise_and_(MASK)
 
 
-def turn_of(seed: Tensor) -> Tensor:
-    """The lower half of a seed, in int32: all tensors of a pass of a layer have it in common."""
-    return (seed << WORD >> WORD).int()
-
-
 def signs_of(turn: Tensor, count: int) -> Tensor:
     """1 or -1, in fp32, ``count`` of them (a multiple of 32), by the bits of Philox for ``turn``: 128 for each of the
     counters ``(0, 0, 2, 0)``, ``(1, 0, 2, 0)``, … under the key ``(0, turn mod 2^32)``."""
@@ -68,8 +63,9 @@ class RandomBits:
 
     @property
     def turn(self) -> Tensor:
-        """The number by which a rotation is drawn (``Rotation.drawn``): the storage keeps it as ``turn``."""
-        return turn_of(self.seed)
+        """The number by which a rotation is drawn (``Rotation.drawn``), which the storage keeps as ``turn``: the lower
+        half of the seed, in int32. All tensors of a pass of a layer have it in common."""
+        return (self.seed << WORD >> WORD).int()
 
     def bytes(self, rows: int, cols: int) -> Tensor:
         """One random byte for each element of a matrix ``[rows, cols]``."""

@@ -121,17 +121,13 @@ def names_in_files(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     return {name: own[0] for name, own in by_name.items() if own != [name] and len(own) == 1}
 
 
-def _is_unlike(module: Any) -> bool:
-    """Whether its matrices are transposed, interleaved or with biases: engines have no layers for these."""
-    return is_transposed(module) or module.has_bias or (module.has_gate and not module.is_concatenated)
-
-
 def _in_files(model: nn.Module, stack: ExpertStack) -> tuple[str, ...] | None:
     """Return the patterns that transformers has for a stack in files, where the model is one of its; None if it has
     none. It converts numbers in place of the matrices, which show where each one went.
     """
-    if _is_unlike(stack.holder):
-        return None
+    holder: Any = stack.holder
+    if is_transposed(holder) or holder.has_bias or (holder.has_gate and not holder.is_concatenated):
+        return None  # engines have no layers for transposed or interleaved matrices, nor for biases
     leaves = {UP[0]: ("gate_proj", "up_proj"), UP[1]: (UP[1],), DOWN: (DOWN,)}[stack.key]
     convert, count = _reverts(model), len(stack.weight)
     if convert is None:

@@ -138,6 +138,7 @@ def _of(
         quantizer = quantizer if reason is None else None
     trained = p.requires_grad
     elements, here = p.numel(), _local_elements(p, ranks)
+    kept = p if isinstance(p, DTensor) or not p.dim() else p.detach()[: -(-p.shape[0] // ranks)]
     updated = torch.float32 if stored else p.dtype
     gathers = [_gathered(p, ranks, dtype or p.dtype, quantizer, *wanted) for wanted in WANTED[resharded]]
     forward, backward = gathers[0], gathers[-1] if resharded else 0
@@ -151,7 +152,7 @@ def _of(
         parameters=elements,
         converted=elements if quantizer is not None else 0,
         quantized=_quantized(quantizer, p.shape, p.dtype) if quantizer is not None else 0,
-        weights=_local_bytes(p, ranks),
+        weights=held_bytes(kept),
         masters=FP32 * here if stored and trained else 0,
         gradients=p.dtype.itemsize * here if trained else 0,
         moments=sum(_moment(p, here, updated, forms.get(name)) for name in (FIRST, SECOND)) if trained else 0,
@@ -181,12 +182,6 @@ def _local_elements(p: Tensor, ranks: int) -> int:
     if isinstance(p, DTensor):
         return local_part(p).numel()
     return -(-p.shape[0] // ranks) * (p.numel() // max(p.shape[0], 1)) if p.dim() else 1
-
-
-def _local_bytes(p: Tensor, ranks: int) -> int:
-    if isinstance(p, DTensor) or not p.dim():
-        return held_bytes(p)
-    return held_bytes(p.detach()[: -(-p.shape[0] // ranks)])
 
 
 def _gathered(p: Tensor, ranks: int, dtype: torch.dtype, quantizer: Quantizer | None, row: bool, col: bool) -> int:

@@ -73,15 +73,10 @@ def check_stack(quantizer: Quantizer, x: Tensor, seed: object, state: object, gr
             f"stack=True: {quantizer} remembers statistics across steps, and no state is kept for the matrices of a "
             "stack: choose one that does not"
         )
-    if seed is not None and not _are_seeds(seed, x):
+    if seed is not None and not (
+        isinstance(seed, Tensor) and (seed.dtype, seed.shape, seed.device) == (torch.int64, x.shape[:1], x.device)
+    ):
         raise TypeError(f"stack=True: the seed must be int64 of shape [{x.shape[0]}] on {x.device}, or None")
-
-
-def _are_seeds(seed: object, x: Tensor) -> bool:
-    """Whether this is a seed for each matrix of a stack."""
-    if not isinstance(seed, Tensor):
-        return False
-    return seed.dtype == torch.int64 and seed.shape == x.shape[:1] and seed.device == x.device
 
 
 def check_dense(x: Tensor) -> None:

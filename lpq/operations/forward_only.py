@@ -12,14 +12,6 @@ from torch import Tensor
 from lpq.operations.operators import LIBRARY, define
 
 
-def _forward_only(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    return y.clone()
-
-
-def _forward_only_fake(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    return torch.empty_like(y)
-
-
 def _refuse_gradient(ctx: Any, *grads: Tensor) -> NoReturn:
     raise RuntimeError(
         "no gradient flows through torch.ops.lpq.forward_only: backward is part of the layer, and a module that "
@@ -27,5 +19,9 @@ def _refuse_gradient(ctx: Any, *grads: Tensor) -> NoReturn:
     )
 
 
-define("forward_only(Tensor y, Tensor x, Tensor weight) -> Tensor", _forward_only, _forward_only_fake)
+define(
+    "forward_only(Tensor y, Tensor x, Tensor weight) -> Tensor",
+    lambda y, x, weight: y.clone(),
+    lambda y, x, weight: torch.empty_like(y),
+)
 torch.library.register_autograd("lpq::forward_only", _refuse_gradient, lib=LIBRARY)

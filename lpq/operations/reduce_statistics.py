@@ -125,7 +125,9 @@ class Reductions:
             return
         ranks = self._ranks.get(group)
         if ranks is None:
-            ranks = self._ranks[group] = same_ranks(group)
+            import torch.distributed as dist
+
+            ranks = self._ranks[group] = tuple(dist.get_process_group_ranks(group))
         for value in values:
             to.setdefault((ranks, value.device), (group, []))[1].append(value)
 
@@ -141,10 +143,3 @@ class Reductions:
             copy_each(values, reduce_sum(values, group))
         for call in self._afterwards:
             call()
-
-
-def same_ranks(group: ProcessGroup) -> tuple[int, ...]:
-    """The ranks of a group. Groups of equal ranks share one reduction."""
-    import torch.distributed as dist
-
-    return tuple(dist.get_process_group_ranks(group))

@@ -22,7 +22,9 @@ def transpose(operand: Storage) -> Storage:
     if not quantizer.transposable:
         raise NotImplementedError(f"{quantizer} is not transposable: encode the transposed matrix in its place")
     if quantizer.plain:
-        return _plain_transposed(operand) if is_stack(operand.shape) else transpose_reference(operand)
+        if not is_stack(operand.shape):
+            return transpose_reference(operand)
+        return operand.wrap([operand.tensors()[0].transpose(-2, -1)], quantizer, shape, operand.dtype)
     first = operand.tensors()[0]
     if can_call_directly(first):
         check_there(first)
@@ -30,12 +32,6 @@ def transpose(operand: Storage) -> Storage:
     text = quantizer.text
     out = torch.ops.lpq.transpose(operand.tensors(), text, operand.shape, operand.dtype, layout_hash(text))
     return quantizer.storage.wrap(out, quantizer, shape, operand.dtype)
-
-
-def _plain_transposed(stack: Storage) -> Storage:
-    """A stack of ordinary matrices, each transposed: a view."""
-    data = stack.tensors()[0].transpose(-2, -1)
-    return stack.wrap([data], stack.quantizer, along("col", stack.shape), stack.dtype)
 
 
 def _transposed(operand: Storage) -> Storage:

@@ -134,7 +134,8 @@ class MasterWeights(Wrapper):
         attach(weight)
         state = self.optimizer.state.pop(weight, None)
         with torch.no_grad():
-            value = _decoded(stored) if self.keep else _without_memory(stored)
+            without_memory = torch.full((), torch.nan, device=stored.device).expand(stored.shape)
+            value = _decoded(stored) if self.keep else without_memory
         copy = value
         if isinstance(weight, DTensor):  # it is sharded as its weight is
             copy = dtensor_over(value, weight.device_mesh, weight.placements, tuple(weight.shape))
@@ -396,11 +397,6 @@ def _decoded(weight: Tensor) -> Tensor:
 def _writes(copy: Tensor) -> int:
     """The number of writes that autograd has counted; writes to a DTensor are counted there alone."""
     return version_of(copy) + version_of(local_part(copy))
-
-
-def _without_memory(like: Tensor) -> Tensor:
-    """A stand-in for an fp32 copy of this tensor: it has the shape, and its values are NaN."""
-    return torch.full((), torch.nan, device=like.device).expand(like.shape)
 
 
 def _shape(tensor: Tensor) -> str:

@@ -65,7 +65,8 @@ class _Cells:
     @property
     def natural(self) -> list[int]:
         """The width of each column with nothing broken."""
-        return [max(map(_longest_line, [head, *cells])) for head, cells in zip(self.heads, self.columns, strict=True)]
+        texts = [(head, *cells) for head, cells in zip(self.heads, self.columns, strict=True)]
+        return [max(len(line) for text in column for line in text.split("\n")) for column in texts]
 
     def print(self, title: str, console: Console) -> None:
         """Print them as a table or, where one would break words, as records."""
@@ -110,10 +111,6 @@ class _Cells:
                     record.add_row("", escape(head), escape(cell))
             console.print(f"\n{escape(first)}", record, sep="\n")
         console.print()
-
-
-def _longest_line(text: str) -> int:
-    return max(map(len, text.split("\n")))
 
 
 def _width(columns: Sequence[int]) -> int:

@@ -73,7 +73,9 @@ def write(
         sides = {direction: target.quantizer.side(direction) for direction, _ in target.operands}
         row, col = sides.get("row"), sides.get("col")
         if col is not None and target.quantizer.col_source == "row":
-            in_turn.append(_Part(target, _as_kept(target, value), target.quantizer.side("row"), None))
+            of_row = target.quantizer.side("row")
+            as_is = any(b.dtype is None for b in of_row.layout)  # it keeps the dtype of the tensor
+            in_turn.append(_Part(target, value.to(target.dtype) if as_is else value, of_row, None))
         else:
             together.append(_Part(target, value, row, col))
     reductions = beside or Reductions()
@@ -93,12 +95,6 @@ def write(
         overwrite(part.target, *part.encode(), only.get(id(part.target)))
     for part, first in zip(cols, encoded, strict=True):
         overwrite(part.target, first, part.encode()[1], only.get(id(part.target)))
-
-
-def _as_kept(target: QuantizedTensor, value: Tensor) -> Tensor:
-    """The value in the dtype of the tensor, if the row operand keeps that dtype; otherwise the value itself."""
-    as_is = any(b.dtype is None for b in target.quantizer.side("row").layout)
-    return value.to(target.dtype) if as_is else value
 
 
 def _reduce(parts: Sequence[_Part], reductions: Reductions) -> None:

@@ -42,12 +42,6 @@ class Attention(nn.Module):
         return mixed
 
 
-def rotary_angles(length: int, dim: int, device: torch.device) -> Tensor:
-    """The angle by which each pair of a head's ``dim`` elements is rotated at each position: ``[length, dim / 2]``."""
-    frequencies = 10_000.0 ** -torch.arange(0, 1, 2 / dim, device=device)
-    return torch.outer(torch.arange(length, device=device), frequencies)
-
-
 def rotated(x: Tensor, angles: Tensor) -> Tensor:
     """``x`` ``[…, length, dim]`` with its pairs (element i and i + dim / 2) turned by these angles."""
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
@@ -111,7 +105,9 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         shape = self.shape
-        angles = rotary_angles(tokens.shape[1], shape.width // shape.heads, tokens.device)
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        frequencies = 10_000.0 ** -torch.arange(0, 1, 2 / (shape.width // shape.heads), device=tokens.device)
+        angles = torch.outer(places, frequencies)  # by which each pair of a head's elements is rotated
         x = self.embedding(tokens).float()
         for block in self.blocks:
             x = block(x, angles)
