@@ -63,9 +63,8 @@ class RandomBits:
 
     @property
     def turn(self) -> Tensor:
-        """The number by which a rotation is drawn (``Rotation.drawn``), which the storage keeps as ``turn``: the lower
-        half of the seed, in int32. All tensors of a pass of a layer have it in common."""
-        return (self.seed << WORD >> WORD).int()
+        """The number by which a rotation is drawn (``Rotation.drawn``): the storage keeps it as ``turn``."""
+        return (self.seed << WORD >> WORD).int()  # the half that all tensors of a pass of a layer have in common
 
     def bytes(self, rows: int, cols: int) -> Tensor:
         """One random byte for each element of a matrix ``[rows, cols]``."""

@@ -30,7 +30,7 @@ from lpq.operations import encode_operands, remember
 from lpq.operations.argument_checks import unfit_bias
 from lpq.operations.binding import on_device
 from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
-from lpq.operations.random_seeds import draw_seeds, drawn, with_one_turn
+from lpq.operations.random_seeds import drawn, drawn_by_operator, with_one_turn
 from lpq.recipes import RecipeLike
 from lpq.recipes.gemms import TENSORS
 from lpq.tensor import QuantizedTensor
@@ -207,7 +207,7 @@ class Layer(WeightedLayer):
             check_accumulation(self, weight)
         seeds = None
         if plan.stochastic:
-            draw = draw_seeds if call.step is None else drawn
+            draw = drawn_by_operator if call.step is None else drawn
             seeds = draw(input, weight, len(TENSORS))
         if self.passes.borrowed and not (shapes.given or shapes.taken) and torch.is_grad_enabled():
             self.own_buffers()  # each layer that encodes for itself moves its state

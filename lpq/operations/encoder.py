@@ -31,7 +31,7 @@ from lpq.operations.quantizing import quantized
 from lpq.operations.recoding import Recode, bind_recode
 from lpq.operations.sectioned import same_amaxes
 from lpq.operations.sides import declared, draws, shared
-from lpq.operations.states import Recall, bind_recall, moves, recall, recalls
+from lpq.operations.states import Recall, as_first_run, as_in_forward, bind_recall, moves, recall, recalls
 
 State = Mapping[str, Tensor]
 Stats = Any
@@ -184,7 +184,7 @@ def through_operators(spec: EncoderSpec) -> Encoder:
                 return pair[0].tensors(), pair[1].tensors(), ()
         stats = statistics if spec.given else None
         if stats is None and spec.remembers and statistics:
-            stats = recall(quantizer, *sides, statistics)
+            stats = recall(quantizer, *sides, as_first_run(statistics))
         return quantized(
             x, stats, *sides, seed, spec.offset, measure=measures, across=spec.across, at_hand=spec.at_hand,
             compiled=spec.compiled,
@@ -219,12 +219,15 @@ def made_of_row(first: Encoder, second: Encoder, spec: EncoderSpec, recode: Reco
     assert of_col is not None
     col = of_col._replace(dtype=spec.dtype)  # it stands for the tensor, and not for the decoded values
     column = column_of(of_row, second, spec)
+    copies = spec.compiled and spec.remembers and len(of_col.quantizer.state) > 0
 
     def encode(x: Tensor, statistics: Stats, seed: Tensor | None, *offs: Tensor) -> Encoded:
         row, _, stats = first.encode(x, statistics, seed, *offs)
         if recode is not None:
             return row if spec.row else (), recode(row), ()
         state = statistics.state if isinstance(statistics, KnownStats) else statistics
+        if copies and state:
+            state, row = as_in_forward(state, row)
         col_buffers, col_stats = column(row, state, seed)
         return (row, col_buffers, [*stats, *col_stats]) if spec.row else ((), col_buffers, col_stats)
 

@@ -32,7 +32,7 @@ from lpq.operations.inputs import as_matrix
 from lpq.operations.measuring import measure_again
 from lpq.operations.reduce_statistics import Declared, bind_reduction, spans
 from lpq.operations.sides import declared, draws, measures_again
-from lpq.operations.states import bind_recall, moves, recalls
+from lpq.operations.states import as_first_run, bind_recall, moves, recalls
 
 Seeds = Tensor | None
 
@@ -165,6 +165,7 @@ def bind_part(bind: BindEncoder, spec: EncoderSpec, cut: Cut | None, group: str,
         stats, state = statistics if apart else ((), statistics)
         use = stats
         if remembers and state:
+            state = as_first_run(state) if spec.compiled else state
             use = [None if k is None else k.contiguous() for k in recall(None, state, None)]
             if apart:
                 use = [s if k is None else k for k, s in zip(use, stats, strict=True)]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
 from lpq.formats.random_bits import MASK
-from lpq.operations.operators import can_bypass_dispatcher, define
+from lpq.operations.operators import can_bypass_dispatcher, define, opaque_when_traced
+from lpq.torch_private.compiling import saved_if_run_again
 
 
 def draw_seeds(x: Tensor, owner: Tensor, count: int) -> Tensor:
@@ -20,7 +19,14 @@ def draw_seeds(x: Tensor, owner: Tensor, count: int) -> Tensor:
     """
     if can_bypass_dispatcher(x):
         return drawn(x, owner, count)
-    return cast("Tensor", torch.ops.lpq.draw_seeds(x, owner, count))
+    return drawn_by_operator(x, owner, count)
+
+
+@opaque_when_traced
+def drawn_by_operator(x: Tensor, owner: Tensor, count: int) -> Tensor:
+    """Draw the seeds where something watches or traces. Torch 2.13 mixes up what it keeps for backward where backward
+    draws random numbers again."""
+    return saved_if_run_again(torch.ops.lpq.draw_seeds, x, owner, count)
 
 
 def with_one_turn(seeds: Tensor, turn: Tensor | None) -> Tensor:

@@ -12,9 +12,10 @@ from torch import Tensor
 from lpq.kernels import choose
 from lpq.kernels.table import bound_once
 from lpq.operations.format_calls import lacking
-from lpq.operations.operators import ORDINARY, can_call_directly
+from lpq.operations.operators import ORDINARY, can_call_directly, define
 from lpq.operations.reduce_statistics import bind_reduction
 from lpq.operations.sides import declared
+from lpq.torch_private.compiling import is_run_again, saved_if_run_again
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -71,6 +72,28 @@ def bind_recall(
         return stats if run is None else run(x, stats, seed)
 
     return recall
+
+
+def as_first_run(state: State) -> State:
+    """In compiled code return the state by which forward runs: a copy that is saved, where activation checkpointing
+    makes forward run again, behind a step."""
+    return _copied(state) if is_run_again() else state
+
+
+def as_in_forward(state: State, buffers: Sequence[Tensor]) -> tuple[State, Sequence[Tensor]]:
+    """In compiled code return the state as it is now, for operators that may run in backward, and buffers that forward
+    needs. A compiler would keep the state itself, and copy in backward, behind a step. It never makes again what
+    forward needs of a custom operator: so one that takes the copies of the state makes a copy of the smallest buffer.
+    """
+    at, state = min(range(len(buffers)), key=lambda i: buffers[i].numel()), _copied(state)
+    return state, [*buffers[:at], torch.ops.lpq.copy(buffers[at], [*state.values()]), *buffers[at + 1 :]]
+
+
+def _copied(state: State) -> State:
+    return {name: saved_if_run_again(torch.ops.lpq.copy, memory, []) for name, memory in state.items()}
+
+
+define("copy(Tensor x, Tensor[] after) -> Tensor", lambda x, after: x.clone(), lambda x, after: torch.empty_like(x))
 
 
 def state_names(quantizer: Quantizer) -> list[str]:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from lpq.torch_private.autograd import hooks_that_save
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -71,6 +73,27 @@ def surely(condition: Any) -> bool:
 def mark_dynamic(tensor: Tensor, dim: int) -> None:
     """Have a compiler take this size for any number, and raise where it cannot."""
     torch._dynamo.mark_dynamic(tensor, dim)
+
+
+def is_run_again() -> bool:
+    """Whether a compiler traces a run of forward that activation checkpointing makes again in backward. Torch 2.13
+    traces checkpointing as it runs; 2.11 marks what it traces."""
+    return hooks_that_save() is not None or "recompute" in torch.fx.traceback.current_meta
+
+
+def saved_if_run_again(operator: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Call an operator, whose result is saved where this run is made again, and not made again itself."""
+    if not is_run_again():
+        return operator(*args)
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    mode = get_proxy_mode()
+    nodes: Any = () if mode is None else mode.tracer.graph.nodes
+    before, result = len(nodes), operator(*args)
+    for node in [*nodes][before:]:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return result
 
 
 def call_in_place_of(operator: str, module: str, function: str) -> None:
