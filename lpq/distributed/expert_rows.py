@@ -196,7 +196,7 @@ class Lines(NamedTuple):
     quantizer: Quantizer
     operand: Storage
     bytes: Tensor
-    """Return one line for each row: the bytes of the row in all buffers, beside each other."""
+    """One line for each row: the bytes of the row in all buffers, beside each other."""
 
 
 def _lines(rows: Tensor, quantizer: Quantizer, title: str) -> Lines:

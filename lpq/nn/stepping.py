@@ -72,7 +72,7 @@ def promote(model: nn.Module, recipes: Mapping[StatefulLayer, Recipe], *, until:
 
     Args:
         model: The converted model.
-        given: The recipes of some of its layers.
+        recipes: The recipes of some of its layers.
         until: The first step at which they no longer hold.
     """
     conversions(model)
