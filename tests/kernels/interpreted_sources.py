@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
@@ -154,8 +155,7 @@ def check(
     return values
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("source", "dtype"), [*zip(SOURCES, cycle((torch.bfloat16, torch.float16)))])
 def test_sources(source: Source, dtype: torch.dtype) -> None:
     check(source, ["mxfp8"] * 3, (37, 72), dtype)
 
@@ -184,7 +184,7 @@ def test_outputs_of_several_formats(sides: Sequence[tuple[bool, bool]]) -> None:
     check(SWIGLU_BACKWARD, SEVERAL, (70, 150), torch.bfloat16, measure=True, sides=sides)
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+@pytest.mark.parametrize("source", [*ACTIVATIONS["relu"].gated, *ACTIVATIONS["relu"].alone], ids=lambda s: s.name)
 def test_a_format_of_a_third_party(source: Source) -> None:
     check(source, [TopsQuantizer()] * 3, (70, 150), torch.bfloat16)
     check(source, ["mxfp8", TopsQuantizer(), "mxfp8"], (35, 17), torch.bfloat16)

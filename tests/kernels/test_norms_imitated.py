@@ -25,11 +25,6 @@ ROWS = [(9, 8), (16, 1032), (1, 2048), (2, 8200)]
 """A layer norm keeps rows of one, two and four batches, and reads the longest one again."""
 
 
-@pytest.mark.parametrize(("norm", "biased"), [*((norm, False) for norm in RMS), (LAYER, False), (LAYER, True)])
-def test_elements_and_operands(norm: NormKind, biased: bool) -> None:
-    check(norm_source(norm, biased), ["hybrid(row=mxfp8, col=fp8)"], (37, 136), torch.bfloat16)
-
-
 @pytest.mark.parametrize(("norm", "biased"), [(RMS[0], False), (LAYER, True)], ids=["rms", "layer"])
 def test_elements_that_nothing_encodes(norm: NormKind, biased: bool, launched: list[str]) -> None:
     source, shape, dtype = norm_source(norm, biased), (37, 136), torch.bfloat16

@@ -114,8 +114,13 @@ def cost(recipe: str, groups: int, gpu: Gpu, rows: int = ROWS, features: int = F
     return Cost(len(names), buffers, gpu.launches - before[0], calls)
 
 
-@pytest.mark.parametrize("groups", [4, 8])
-@pytest.mark.parametrize("recipe", [*BY_KERNELS, *OF_CODES])
+TWICE = ("fp8-current", "mxfp8", "mxfp8-one-copy")
+"""The recipes of which twice as many groups are counted, too. What is added for a group of another shows with 4."""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "groups"), [*((recipe, 4) for recipe in [*BY_KERNELS, *OF_CODES]), *((recipe, 8) for recipe in TWICE)]
+)
 def test_by_kernels_nothing_is_added_whatever_the_number_of_groups(recipe: str, groups: int, with_kernels: Gpu) -> None:
     assert cost(recipe, groups, with_kernels) == (BY_KERNELS | OF_CODES)[recipe]
 

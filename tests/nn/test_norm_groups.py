@@ -97,15 +97,6 @@ def test_the_norm_is_computed_once_and_encoded_once_for_each_format(monkeypatch:
     assert x.grad is not None
 
 
-def test_layers_that_share_a_format_share_a_history() -> None:
-    _, fused = pair("two histories")
-    step(fused, given())
-    q, k, v = fused[0].q, fused[0].k, fused[0].v
-    assert q.x_amax is v.x_amax
-    assert k.x_amax is not q.x_amax
-    assert k.x_amax > 0
-
-
 def test_a_history_that_differs_from_its_group_s_keeps_the_norm_apart() -> None:
     plain = model(MIXED["two histories"][0])
     plain[0].v.x_amax.fill_(3.0)

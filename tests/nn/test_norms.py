@@ -217,14 +217,6 @@ def test_a_view_of_the_same_shape_stays_encoded_and_any_other_does_not() -> None
     assert torch.equal(other, plain.norm(x).view(-1))
 
 
-def test_copies_and_pickles_know_their_own_layers() -> None:
-    _, fused = pair("mxfp8")
-    fused(given())
-    for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
-        assert other.norm.consumers == (other.q, other.k, other.v)
-        assert equal(step(other, given()), step(fused, given()))
-
-
 @pytest.mark.parametrize("norm", [NormKind(1e-6, rounds=True), NormKind(1e-6, offset=True)], ids=["rounds", "offset"])
 def test_gradients_round_as_the_norm_does_where_its_rows_are_at_hand(norm: NormKind) -> None:
     torch.manual_seed(0)
