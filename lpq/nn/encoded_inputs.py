@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, compiler
 
 from lpq import registry
 from lpq.formats.format import Direction, Quantizer
@@ -30,24 +30,24 @@ SUMMED = "the gradient of its bias is a sum in high precision"
 """Why a layer that trains its bias takes no gradient that is encoded."""
 
 
-def input_buffers(title: str, plan: Plan, x: QuantizedTensor, needs_dw: bool, by_own: bool = False) -> Buffers:
-    """The buffers of an encoded input, as the layer's recipe would encode it; ``title`` names the layer in messages.
+def input_buffers(layer: Any, plan: Plan, x: QuantizedTensor, needs_dw: bool, by_own: bool = False) -> Buffers:
+    """The buffers of an encoded input, as the layer's recipe would encode it.
 
     The column operand is there only with ``needs_dw``: it serves no other product. ``by_own``: the layer's own state
     encoded it.
     """
     if not by_own and "x" in plan.remembered:
         raise ValueError(
-            f"{title}: the input is encoded already, and its recipe, with x={plan.x.text}, remembers statistics of "
-            "inputs across steps, which did not encode it: pass the tensor before it is encoded"
+            f"{layer.title}: the input is encoded already, and its recipe, with x={plan.x.text}, remembers statistics "
+            "of inputs across steps, which did not encode it: pass the tensor before it is encoded"
         )
     basis = plan.x.side("col").basis
     if needs_dw and basis is not None and basis.drawn:
         raise ValueError(
-            f"{title}: the input is encoded already, and its recipe, with x={plan.x.text}, rotates inputs by signs "
-            "that each pass draws for its gradients, too: pass the tensor before it is encoded"
+            f"{layer.title}: the input is encoded already, and its recipe, with x={plan.x.text}, rotates inputs by "
+            "signs that each pass draws for its gradients, too: pass the tensor before it is encoded"
         )
-    text = plan.x.text
+    text, title = plan.x.text, layer.sized if compiler.is_compiling() else layer.title
     return _buffers(x, "row", text, title), _buffers(x, "col", text, title) if needs_dw else ()
 
 

@@ -98,7 +98,7 @@ class Layer(WeightedLayer):
                 if isinstance(input, WithValue) and (not traced or other or "x" in plan.remembered):
                     return self.forward(input.expand(input.shape), within)  # the value, which autograd knows
                 check(self, input, weight)
-                given = *input_buffers(self.title, plan, input, needs_dw, by is not None), None
+                given = *input_buffers(self, plan, input, needs_dw, by is not None), None
             if by is not None:
                 by.take(self)
         device = input.device.type

@@ -161,7 +161,7 @@ def multiply_parts(
         if isinstance(x, WithValue) and x.beside:
             call = call._replace(values=x.encoded_as(plan.x))
         if by is None:
-            call = call._replace(input=input_buffers(layer.title, plan, x, needs[1]))
+            call = call._replace(input=input_buffers(layer, plan, x, needs[1]))
         elif by.state:
             call = call._replace(encoded_by=by)
             by.take(layer)

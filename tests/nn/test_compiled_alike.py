@@ -3,6 +3,8 @@ at most: layers behind the eighth would run uncompiled."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,17 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
+class Behind(nn.Module):
+    """Layers behind a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.block = nn.RMSNorm(WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.block(self.norm(x))
+
+
 class Experts(nn.Module):
     """A layer for rows in two groups."""
 
@@ -38,11 +51,11 @@ class Experts(nn.Module):
         return x + self.both(x, torch.tensor([WIDTH // 2, WIDTH], dtype=torch.int32))
 
 
-def graphs(model: nn.Module) -> int:
-    """How many graphs two steps of a model take whose children are compiled one by one."""
+def graphs(model: nn.Module, parts: Iterable[nn.Module] = ()) -> int:
+    """How many graphs two steps of a model take whose children, or these parts, are compiled one by one."""
     torch.compiler.reset()
     counters.clear()
-    for block in model.children():
+    for block in parts or model.children():
         block.compile(fullgraph=True, dynamic=False, backend="eager")
     for _ in range(2):
         model(torch.randn(WIDTH, WIDTH, requires_grad=True)).sum().backward()
@@ -54,6 +67,12 @@ def test_layers_of_one_recipe_share_a_graph(recipe: str) -> None:
     model = lpq.convert(nn.Sequential(*(Block() for _ in range(BLOCKS))), recipe)
     assert len({block.up.qualified_name for block in model}) == BLOCKS
     assert graphs(model) == 1
+
+
+def test_layers_that_take_what_a_norm_has_encoded_share_a_graph() -> None:
+    model = lpq.convert(nn.Sequential(*(Behind() for _ in range(BLOCKS))), "fp8-current", fuse=True)
+    assert len(lpq.report(model).fused) == BLOCKS
+    assert graphs(model, [behind.block for behind in model]) == 1
 
 
 def test_layers_for_groups_share_a_graph() -> None:
