@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from itertools import accumulate
+from itertools import accumulate, cycle
 from typing import Any
 
 import pytest
@@ -81,9 +81,12 @@ def separately(module: GroupedLinear, x: Tensor, dy: Tensor, counts: Sequence[in
     return found + [torch.stack([getattr(each, name).grad for each in layers]) for name in names]
 
 
-@pytest.mark.parametrize("recipe", sorted(NAMED | {*RECIPES}))
-@pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, False), (torch.bfloat16, True)])
-def test_it_is_separate_linears_bit_for_bit(recipe: str, dtype: torch.dtype, bias: bool) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "dtype"), [*zip(sorted(NAMED | {*RECIPES}), cycle((torch.float32, torch.bfloat16)))]
+)
+def test_it_is_separate_linears_bit_for_bit(recipe: str, dtype: torch.dtype) -> None:
+    """With a bias in bf16, and without in fp32."""
+    bias = dtype is torch.bfloat16
     counts = [0, 5, 40, 0, 17, 0]
     module = layer(recipe, len(counts), dtype, bias=bias)
     x, dy = data(counts, dtype)

