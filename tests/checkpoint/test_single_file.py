@@ -90,18 +90,6 @@ def test_decoded_it_is_an_ordinary_state_dict(tmp_path: Path) -> None:
         assert torch.equal(layer.weight, net.stored[name].weight.dequantize()), name
 
 
-def test_decoded_a_plain_model_loads_it(tmp_path: Path) -> None:
-    """In the words of the documentation; only the state dict is under a name of its own."""
-    net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32))
-    lpq.convert(net, "mxfp8", weights="quantized")
-    path = tmp_path / "model.pt"
-    lpq.export(net, path, layout="lpq", decode=True)
-    plain = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32))
-    plain.load_state_dict(torch.load(path, weights_only=True)["model"])
-    assert torch.equal(plain[0].weight, net[0].weight.dequantize())
-    assert torch.equal(plain[2].bias, net[2].bias)
-
-
 def test_between_weights_that_are_stored_otherwise(tmp_path: Path) -> None:
     """Quantized into high precision: decoded. High precision into quantized: encoded. Other dtypes: cast."""
     stored = nn.Sequential(nn.Linear(32, 64))

@@ -182,20 +182,6 @@ def test_going_on_under_another_policy_on_purpose(tmp_path: Path) -> None:
     assert torch.equal(back[0].weight, net[0].weight)
 
 
-def test_a_model_that_was_never_converted_gives_its_weights_to_any(tmp_path: Path) -> None:
-    torch.manual_seed(5)
-    plain = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.LayerNorm(64))
-    checkpoint.save(plain, tmp_path)
-    net = gpt("nvfp4", weights="quantized")
-    info = checkpoint.load(net, tmp_path)
-    assert info.policy is None
-    truth = net[0].weight.quantizer.quantize(plain[0].weight)
-    for (_, a), (_, b) in zip(net[0].weight.operands, truth.operands, strict=False):
-        for x, y in zip(a.tensors(), b.tensors(), strict=True):
-            assert torch.equal(as_bytes(x), as_bytes(y))
-    assert torch.equal(net[0].bias, plain[0].bias)
-
-
 def test_layers_made_by_hand_must_have_the_recipes_that_they_had(tmp_path: Path) -> None:
     checkpoint.save(nn.Sequential(lpq.nn.Linear(8, 8, recipe="mxfp8")), tmp_path)
     checkpoint.load(nn.Sequential(lpq.nn.Linear(8, 8, recipe="mxfp8")), tmp_path)
