@@ -26,6 +26,7 @@ PAGES = {
         "docs/policies.md",
     )
 }
+WIDE = "llama-6x4096-14336-2x4096-liger-positions-recorded"
 ATTENTION = "attention compiled, fused, recorded", "recorded, compiled"
 FP8 = ("fp8-current", "fp8-delayed", "fp8-block", "fp8-row")
 
@@ -116,14 +117,14 @@ def test_fused_blocks_beside_a_compiler(results: dict[str, dict[str, Any]]) -> N
     def thousands(name: str, *rows: str) -> tuple[str, ...]:
         return tuple(f"{of(results[name], 'tokens_per_second', f'lpq fp8-{row}') / 1000:.1f}" for row in rows)
 
-    page, wide = "docs/design.md", "llama-6x4096-14336-2x4096-liger-positions-recorded"
+    page = "docs/design.md"
     both = "delayed, compiled", "delayed, fused"
     sentence = "on an H100, a compiler is: # and # thousand tokens a second with 1 billion weights, # and # with wide"
     assert said(page, sentence) == (*thousands("llama-h100-fused", *both), *thousands("llama-wide", *both))
     recorded = "delayed, fused, recorded", "delayed, recorded, compiled"
     sentence = "fused blocks are: recorded # and #, and, not recorded, # and # with wide layers"
     assert said(page, sentence) == (
-        *thousands("llama-liger-positions-recorded", *recorded), *thousands(wide, *both[::-1]),
+        *thousands("llama-liger-positions-recorded", *recorded), *thousands(WIDE, *both[::-1]),
     )  # fmt: skip
     attention = [f"{how}, {rest}" for how in ("current", "delayed") for rest in ATTENTION]
     sentence = "trains # thousand tokens a second, recorded, and # with compiled layers; by `fp8-delayed` # and #"
@@ -145,6 +146,8 @@ def test_which_figure_is_of_which_machine(results: dict[str, dict[str, Any]]) ->
         (f"| 1 billion weights {recorded} H200 | Liger's, in all rows | # |", liger, "fused, recorded"),
         ("| 6 wide layers | compiled | H100 | Hugging Face's | # |", wide, "compiled"),
         (f"| 6 wide layers {fused} H100 | Hugging Face's | # |", wide, "fused"),
+        ("| 6 wide layers | compiled | H200 | Liger's, in all rows | # |", results[WIDE], "compiled"),
+        (f"| 6 wide layers {fused} H200 | Liger's, in all rows | # |", results[WIDE], "fused"),
     ):
         assert said(page, row) == (ratio(run, "tokens_per_second", f"lpq fp8-delayed, {lpq}", "bf16, compiled"),)
     theirs = ratio(wide, "tokens_per_second", "TransformerEngine delayed, its own blocks", "bf16, compiled")
