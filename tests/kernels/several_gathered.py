@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -66,10 +67,12 @@ def trained(recipe: str, width: int, inner: int, stays: bool = False) -> list[Te
     return [*out, *(p.full_tensor() for p in model.parameters())]  # type: ignore[attr-defined]
 
 
-def check(rank: int, recipe: str, wanted: set[str], sizes: tuple[int, int], stays: bool = False) -> None:
+def check(
+    rank: int, recipe: str, wanted: set[str], sizes: tuple[int, int], stays: bool = False, large: bool = False
+) -> None:
     """``wanted``: the kernels that are launched; ``sizes``: the inputs and the outputs of a layer; ``stays``: as in
-    ``trained``."""
-    expected, names = trained(recipe, *sizes, stays), Counter[str]()
+    ``trained``; ``large``: whether these weights are large, so that each buffer travels by itself."""
+    expected, names, together = trained(recipe, *sizes, stays), Counter[str](), set[bool]()
     by_buffer = gather_loads.sent_bytes
 
     def sent_bytes(buffers: Any) -> list[Tensor]:
@@ -77,6 +80,11 @@ def check(rank: int, recipe: str, wanted: set[str], sizes: tuple[int, int], stay
             "a unit whose weights are encoded together sends their memory, and not buffer by buffer"
         )
         return by_buffer(buffers)
+
+    class Arrivals(gather_arrivals.Arrivals):
+        def place(self, staying: Sequence[Tensor]) -> None:
+            together.add(self.flat)
+            super().place(staying)
 
     def launch(self: CudaKernel, device: int, macros: tuple[str, ...], blocks: int, *arguments: float) -> None:
         names[self.name] += 1
@@ -89,7 +97,11 @@ def check(rank: int, recipe: str, wanted: set[str], sizes: tuple[int, int], stay
         patch.setattr(derived_operands, "_bound_several", real_transposes)
         patch.setattr(gather_arrivals, "serves", lambda kernel, device: True)
         patch.setattr(gather_loads, "sent_bytes", sent_bytes)
+        patch.setattr(gather_loads, "Arrivals", Arrivals)
+        if large:
+            patch.setattr(gather_arrivals, "FLAT", 0)
         made = trained(recipe, *sizes, stays)
     assert set(names) == wanted
+    assert together == {not large}
     assert names["encode_several"] == ENCODED.get(recipe, 0), names
     expect_bytes(made, expected, recipe)

@@ -103,3 +103,8 @@ def test_gathered_weights_whose_shards_need_padding() -> None:
 def test_gathered_weights_whose_two_operands_are_sent_at_once() -> None:
     """As where weights stay gathered for backward: both in one tensor."""
     spawn(check, 2, "mxfp8-fwd-nvfp4-bwd", {"amaxes", "pair_several", "place"}, (64, 128), True)
+
+
+def test_gathered_weights_whose_buffers_travel_one_by_one() -> None:
+    """As where they are large: the row operands arrive in their places, and the column operands do not."""
+    spawn(check, 2, "mxfp8", {"pair_several", "place"}, (64, 96), False, True)
