@@ -38,7 +38,7 @@ def made_at_use(quantizer: Quantizer) -> bool:
     """Whether the column operand is made of the row operand with random bits, and so with the seed of one pass: of a
     row operand that is stored, held or gathered it is made where it is multiplied."""
     row, col = quantizer.side("row"), quantizer.side("col")
-    return quantizer.col_source == "row" and bool(col.stochastic) and not (row.stochastic or col.state)
+    return quantizer.col_source == "row" and bool(col.stochastic) and not row.stochastic and len(col.state) == 0
 
 
 def derive_col(quantizer: Quantizer, row: Storage) -> Storage:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import lpq
 from lpq.core import QuantizedTensor
+from lpq.operations.derived_operands import made_at_use
 
 EDEN = "nvfp4-eden"
 ROUNDED = "x=mxfp8, w=hybrid(row=mxfp8, col=nvfp4(stochastic=true), col_source=row), dy=mxfp8"
@@ -78,3 +79,12 @@ def test_experts_that_are_held() -> None:
             y.square().sum().backward()
         found.append([y.detach(), rows.grad])
     assert equal(*found)
+
+
+def test_a_compiler_traces_the_question_whether_a_column_is_made_at_use() -> None:
+    """Layers that share out sequences ask it while they are traced: Dynamo took no ``not`` of a tuple of states."""
+    torch._dynamo.reset()
+    for recipe, expected in ((EDEN, 1), ("nvfp4-eden-delayed", 0)):
+        quantizer = lpq.recipe(recipe).x
+        asked = torch.compile(lambda x, q=quantizer: x * made_at_use(q), fullgraph=True, backend="eager")
+        assert asked(torch.ones(())) == expected
