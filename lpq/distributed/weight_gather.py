@@ -279,11 +279,11 @@ class Gather:
         self, matrices: slice | None = None, copies: Copies | None = None, for_backward: bool | None = None
     ) -> list[Tensor | None]:
         """The statistics to encode with: from the state of the layer, or else as measured for the whole weight; None
-        where a statistic covers only values of the encoded matrix. Backward encodes with the statistics of forward,
-        even if another backward changed the layer's state in between. ``matrices``: the matrices of a stack that are
-        encoded. ``copies``: a list for the copies that must be made before the statistics are read, so that the copies
-        of several weights take one launch; None: they are made at once. ``for_backward``: ``site.for_backward``, where
-        the caller has read it."""
+        where a statistic covers only values of the encoded matrix. Backward encodes with the statistics of the latest
+        forward, even if another backward changed the layer's state in between. ``matrices``: the matrices of a stack
+        that are encoded. ``copies``: a list for the copies that must be made before the statistics are read, so that
+        the copies of several weights take one launch; None: they are made at once. ``for_backward``:
+        ``site.for_backward``, where the caller has read it."""
         assert self.operands is not None
         if self._recall is None:
             return self.spanning
