@@ -1,6 +1,6 @@
 """A model is converted again, and its weights are stored quantized already: they keep their format, or it is refused.
 
-A refusal changes nothing, and the report tells what is stored.
+A refusal changes nothing, and the report tells what is stored. A model that is sharded is not restored.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import fully_shard, on_ranks
+from ranks import fully_shard, mesh_of, on_ranks
 from sharded import bytes_of
 from support.comparing import equal_states
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import lpq
 from lpq.core import QuantizedTensor
+from lpq.distributed import tensor_parallel as tp
 from lpq.nn.conversion import RECORD
 from lpq.recipes import RecipeError
 
@@ -207,3 +209,18 @@ def test_two_ranks(rank: int) -> None:
 def test_the_layer_is_named_as_it_is_in_the_model() -> None:
     with pytest.raises(RecipeError, match=r"^inner\.0: its weight is stored as fp8"):
         lpq.convert(nn.ModuleDict({"inner": _stored()}), "nvfp4")
+
+
+@on_ranks(2)
+def test_a_model_that_is_sharded_is_not_restored(rank: int) -> None:
+    """``lpq.restore`` refuses it, and changes nothing in it."""
+    for how in ("fsdp", "torch", "lpq"):
+        model: Any = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8", include="all")
+        if how == "fsdp":
+            fully_shard(model)
+        else:
+            parallelize_module(model, mesh_of(), {"0": (ColwiseParallel if how == "torch" else tp.ColwiseParallel)()})
+        with pytest.raises(ValueError, match="it is sharded: restore the model before fully_shard and parallelize"):
+            lpq.restore(model)
+        assert isinstance(model[0], lpq.nn.Linear)
+        assert model[0].recipe == lpq.recipe("mxfp8")

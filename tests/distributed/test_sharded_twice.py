@@ -132,20 +132,3 @@ def test_statistics_that_one_launch_measures_are_reduced_over_both_axes(rank: in
             measured.clear()
             assert equal(trained(sharded(recipe, "high_precision")), expected), recipe
             assert measured, recipe
-
-
-@on_ranks(4)
-def test_gathered_weights_are_parts_of_those_of_one_process(rank: int) -> None:
-    for recipe in ("fp8-current", "mxfp8", "nvfp4"):
-        made, one = sharded(recipe, "high_precision", reshard_after_forward=False), net(recipe, None)
-        with torch.no_grad():
-            made(torch.zeros(64, WIDTH))
-        for number, dim in ((0, 0), (2, 1)):
-            quantizer, whole, part = one[number].recipe.w, one[number].weight.detach(), made[number].weight.to_local()
-            expected = quantizer.quantize(whole).chunk(2, dim)[rank % 2]
-            alone = quantizer.quantize(whole.chunk(2, dim)[rank % 2].contiguous())
-            for direction in ("row", "col"):
-                own, parts, by_itself = (t.operand(direction).tensors() for t in (part, expected, alone))
-                assert equal(own, parts), (recipe, number, direction)
-                if recipe != "mxfp8" and rank % 2 == 0:
-                    assert not equal(own, by_itself), "the other rank of the pair has the largest value"
