@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from lpq.nn.extended import class_before
 from lpq.nn.unwrapping import children_inside
+from lpq.torch_private.compiling import COMPILED_CALL
 from lpq.torch_private.dispatch import without_modes
 from lpq.torch_private.tensors import local_part, version_of
 
@@ -148,6 +149,7 @@ class Trial(TorchFunctionMode):
         own = {
             k: deepcopy(v) if _draws(v) else copy(v) if k not in OF_EVERY_MODULE and isinstance(v, MUTABLE) else v
             for k, v in vars(module).items()
+            if k != COMPILED_CALL  # it calls the module, and not the copy
         }
         buffers = {name: None if b is None else _whole(b).detach().clone() for name, b in module._buffers.items()}
         parameters = {name: _whole(p) for name, p in module._parameters.items()}

@@ -63,6 +63,24 @@ def test_compiled_for_any_size_it_takes_what_the_norm_has_encoded() -> None:
     assert equal(step(net), step(plain))
 
 
+@pytest.mark.starts
+@pytest.mark.parametrize("order", ["fuse, compile", "compile, fuse"])
+@pytest.mark.parametrize("part", ["self_attn", "mlp"])
+def test_no_trial_runs_what_is_compiled_where_it_stands(part: str, order: str) -> None:
+    """It would be the part itself, with its own layers, and no copy."""
+    net, calls = model(recipe="mxfp8"), []
+    for what in order.split(", "):
+        if what == "fuse":
+            lpq.fuse(net)
+            continue
+        for layer in net.model.layers:
+            getattr(layer, part).compile(backend=lambda graph, _: calls.append(graph) or graph.forward)
+    report = lpq.report(net)
+    assert (len(report.fused), report.apart) == (6, ())
+    assert not any(layer.passes.called or layer.passes.traced for layer in net.modules() if hasattr(layer, "passes"))
+    assert not calls
+
+
 COMPILED = {
     # the part of a layer that is compiled: the encodings of its two norms, and the norm that encodes nothing
     "self_attn": (1, "input_layernorm"),
