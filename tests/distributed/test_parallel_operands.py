@@ -136,7 +136,7 @@ def different(text: str, mode: str) -> set[str]:
 def same_operands(rank: int, text: str, modes: Sequence[str]) -> None:
     _register()
     with pytest.MonkeyPatch.context() as patch:
-        for draw in ("draw_seeds", "drawn"):  # traced, and not
+        for draw in ("drawn_by_operator", "drawn"):  # traced, and not
             patch.setattr(linear, draw, lambda *_: SEEDS.to(_device()) + rank)
         assert {mode: different(text, mode) for mode in modes} == {mode: set() for mode in modes}
 
