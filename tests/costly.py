@@ -121,11 +121,11 @@ def is_costly(item: pytest.Item) -> bool:
 def guard(patch: pytest.MonkeyPatch) -> None:
     """From now on what starts a process or a compiler fails in a test that is not marked.
 
-    Not where there is a GPU: the first test that runs on it looks for the compiler of kernels, by a process.
+    Not with a torch for CUDA: the first test that asks for the compiler of kernels looks for it by a process.
     """
     import torch  # which the process that hands out tests has no need of
 
-    if torch.cuda.is_available():
+    if torch.backends.cuda.is_built():
         return
     popen, process, compile_ = subprocess.Popen.__init__, multiprocessing.process.BaseProcess.start, torch.compile
     patch.setattr(subprocess.Popen, "__init__", _refusing(popen, "a process"))

@@ -31,6 +31,9 @@ def compile_once() -> None:
 
 seed_the_cpu_alone()
 gc.set_threshold(SELDOM)
+# Before anything is compiled: in a first backward after that, torch for CUDA starts threads, without a GPU, too, and
+# refuses backward in all processes that are forked then.
+torch.ones((), requires_grad=True).backward()
 with suppress(InductorError):  # as without a compiler of C++: the tests that compile tell of it
     compile_once()
 gc.collect()

@@ -15,7 +15,7 @@ from lpq import operations, registry
 from lpq.cli.kernels import served
 from lpq.core import Storage
 from lpq.emulation import bf16_gemm as composed
-from lpq.kernels import choose, products
+from lpq.kernels import choose, cublaslt, products
 from lpq.operations.binding import unbound_product
 from lpq.operations.exact_form import Exact
 from lpq.registry import FormatSpec, KernelSpec, hookimpl
@@ -290,6 +290,7 @@ def test_what_torch_refuses_of_rows_goes_through_bf16(
 ) -> None:
     request.getfixturevalue(gpu)
     asked = []
+    monkeypatch.setattr(cublaslt, "library", lambda: None)  # of torch for CUDA, whose products need a GPU
     monkeypatch.setattr(scaled, "scaled_matmul", lambda *arguments: asked.append(arguments))
     x, w = torch.randn(32, 48), torch.randn(16, 48)
     left, right = lpq.quantizer("fp8(scaling=row)").quantize(x).row, lpq.quantizer(b).quantize(w).row
@@ -324,6 +325,7 @@ def test_which_sizes_the_scaled_matmul_has_for_blocks(
 ) -> None:
     """As the page of the format says."""
     called: list[Tensor | None] = []
+    monkeypatch.setattr(cublaslt, "library", lambda: None)
     monkeypatch.setattr(scaled, "scaled_mm", lambda *arguments, **how: called.append(arguments[4]))
     monkeypatch.setattr(scaled, "bind_in_bf16", lambda product: lambda *arguments: called.append(None))
     left = lpq.quantizer("fp8(scaling=block)").quantize(torch.randn(rows, inner), col=False).row
