@@ -41,7 +41,7 @@ __device__ __forceinline__ u32 added(u32 a, u32 b) {
 #endif
 }
 
-// A thread's pieces of a row, from `first` on, with those of the other threads of the warp between them.
+// A thread's pieces of a row, from `first` on: one in 32, as each thread of the warp has one in turn.
 struct Batch {
     u32 w[UNROLL][4];
 

@@ -114,7 +114,7 @@ class NormedHeads(nn.Module):
 
 
 def test_norms_in_a_block_that_is_called_with_more_than_rows() -> None:
-    """What takes the output of a norm of heads is seen without a mask; what else does so with one is not."""
+    """A run without a mask shows the code that takes the output of a norm of heads, and not the code that needs one."""
     net = lpq.convert(nn.Sequential(NormedHeads()), "mxfp8", fuse=True)
     assert apart(net) == {
         "0.norm": "its block is called with mask beside its rows, so that a run on rows alone does not show what takes "

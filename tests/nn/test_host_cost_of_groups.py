@@ -115,7 +115,7 @@ def cost(recipe: str, groups: int, gpu: Gpu, rows: int = ROWS, features: int = F
 
 
 TWICE = ("fp8-current", "mxfp8", "mxfp8-one-copy")
-"""The recipes of which twice as many groups are counted, too. What is added for a group of another shows with 4."""
+"""The recipes of which twice as many groups are counted, too. A cost for each group of another recipe shows with 4."""
 
 
 @pytest.mark.parametrize(
