@@ -240,14 +240,14 @@ class Pool:
                 continue
 
     def _answers(self, patience: float) -> list[str]:
-        """Return the errors of ranks, in their order."""
+        """Return the errors of ranks, in their order, and where those are that say nothing."""
         waiting = dict(zip(self._calls, range(self.ranks), strict=True))
         failed: list[str] = []
         end = time.monotonic() + patience
         while waiting:
             ready = wait(list(waiting), max(0.0, end - time.monotonic()))
             if not ready:
-                return failed if failed else self._hung(sorted(waiting.values()), patience)
+                return failed + self._silent(sorted(waiting.values()), GRACE if failed else patience)
             for calls in ready:
                 assert isinstance(calls, Connection)
                 rank = waiting.pop(calls)
@@ -268,15 +268,16 @@ class Pool:
             return f"{ended}, and was at\n{stacks}" if stacks else ended
         return answer
 
-    def _hung(self, ranks: list[int], patience: float) -> list[str]:
-        """Where those ranks are."""
-        for rank in ranks:
-            os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        time.sleep(GRACE / 2)
+    def _silent(self, ranks: list[int], seconds: float) -> list[str]:
+        """Where those ranks are: others may have failed while they waited for these."""
+        self._signal(signal.SIGUSR1)
+        stacks = [_stacks(self._folder.name, rank) for rank in ranks]
+        end = time.monotonic() + GRACE
+        while time.monotonic() < end and not all(stack.stat().st_size for stack in stacks):
+            time.sleep(GRACE / 100)
         return [
-            f"rank {rank} of {self.ranks} has not ended after {patience:g} s, and is at\n"
-            + _stacks(self._folder.name, rank).read_text()
-            for rank in ranks
+            f"rank {rank} of {self.ranks} has not ended {seconds:g} s later, and is at\n{stack.read_text()}"
+            for rank, stack in zip(ranks, stacks, strict=True)
         ]
 
     def close(self) -> None:

@@ -170,11 +170,11 @@ def _fail(rank: int, how: str) -> None:
 
 
 FAILURES = {
-    "raise": r"rank 1 of 2: Traceback .*in _fail\n.*ValueError: not today",
+    "raise": r"rank 1 of 2: Traceback .*ValueError: not today.*rank 0 of 2 has not ended 1 s later.*in _fail",
     "exit": r"rank 1 of 2: Traceback .*SystemExit: 0",
     "vanish": r"rank 1 of 2: the process ended with exit code 7",
     "abort": r"rank 1 of 2: the process ended with exit code -6, and was at\nFatal Python error: Aborted\n.*in _fail",
-    "hang": r"rank 0 of 2 has not ended after 1.5 s.*barrier.*rank 1 of 2 has not ended after 1.5 s.*in _fail",
+    "hang": r"rank 0 of 2 has not ended 1.5 s later.*barrier.*rank 1 of 2 has not ended 1.5 s later.*in _fail",
 }
 
 
