@@ -241,11 +241,11 @@ class MasterWeights(Wrapper):
                 theirs["params"] = [self._copies[p] if p in self._copies else self._copy_of(p) for p in ours["params"]]
 
     def _share_options(self) -> None:
-        """Make the options of the groups the same here and in the wrapped optimizer: those that schedulers and others
-        changed here since the last call go there, and changes there come here."""
+        """Make the options of the groups the same here and in the wrapped optimizer: those that are here alone, or that
+        schedulers and others changed here since the last call, go there, and changes there come here."""
         for ours, theirs, last in zip(self.param_groups, self.optimizer.param_groups, self._shared, strict=True):
             for key in (ours.keys() | theirs.keys()) - {"params"}:
-                if key in ours and (key not in last or ours[key] is not last[key]):
+                if key in ours and (key not in theirs or key not in last or ours[key] is not last[key]):
                     theirs[key] = ours[key]
                 else:
                     ours[key] = theirs[key]

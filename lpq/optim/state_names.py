@@ -6,7 +6,6 @@ So any optimizer is known by what it does, and not by its name.
 from __future__ import annotations
 
 from collections import defaultdict
-from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +67,8 @@ def _stepped(
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """The small parameter and its states, after a step with a gradient, and after one without."""
     param = nn.Parameter(torch.zeros(shape))
-    trial = copy(optimizer)
+    trial = type(optimizer).__new__(type(optimizer))
+    trial.__setstate__({**optimizer.__getstate__(), "defaults": {**optimizer.defaults}})  # torch adds defaults
     options = {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
     options |= {key: value for key, value in PLAIN.items() if key in group} | {"params": [param]}
     trial.state, trial.param_groups = defaultdict(dict), [dict(options)]

@@ -55,6 +55,17 @@ def test_a_scheduler_may_be_given_either() -> None:
     assert equal(*found)
 
 
+def test_a_state_from_before_the_scheduler_loads_and_the_schedule_goes_on() -> None:
+    model, early = _model(), _model()
+    optimizer, other = (MasterWeights(AdamW(one.parameters(), lr=1.0)) for one in (model, early))
+    _train(model, optimizer, scheduler := StepLR(optimizer, 1, gamma=0.5))
+    before = other.state_dict()
+    assert "initial_lr" in optimizer.param_groups[0]
+    assert "initial_lr" not in before["param_groups"][0]
+    optimizer.load_state_dict(before)
+    assert _train(model, optimizer, scheduler) == [1.0, 0.5, 0.25, 0.125]
+
+
 class Counting(SGD):
     """An optimizer that keeps a number in its group, as some that need no schedule do."""
 

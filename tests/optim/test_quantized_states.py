@@ -468,13 +468,15 @@ def test_a_closure_is_called_once_and_its_loss_returned() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:masters begin with")
-@pytest.mark.parametrize("keep", [True, False])
-def test_inside_master_weights_states_are_the_masters(keep: bool) -> None:
+@pytest.mark.parametrize(("case", "keep"), [(c, True) for c in ("adamw", "muon", "adafactor")] + [("adamw", False)])
+def test_inside_master_weights_states_are_the_masters(case: str, keep: bool) -> None:
+    make, formats = CASES[case]
     quantizer, value = lpq.quantizer("fp8"), torch.randn(64, 128)
     weight = nn.Parameter(quantizer.quantize(value))
     twin = nn.Parameter(weight.dequantize())
-    inner = QuantizedStates(AdamW([weight], lr=0.1), **ADAM)
-    ours, theirs = MasterWeights(inner, keep=keep), QuantizedStates(AdamW([twin], lr=0.1), **ADAM)
+    ours = MasterWeights(QuantizedStates(make([weight]), **formats), keep=keep)
+    theirs = QuantizedStates(make([twin]), **formats)
+    assert {*theirs.optimizer.defaults} == {*make([twin]).defaults}, "the trial has defaults of its own"
     for step in range(3):
         _give_gradients([weight], step)
         _give_gradients([twin], step)
@@ -484,9 +486,9 @@ def test_inside_master_weights_states_are_the_masters(keep: bool) -> None:
         if not keep:
             twin.data.copy_(weight.dequantize())
     state = ours.state_dict()
-    assert {*state["state"][0]} == {"step", "exp_avg", "exp_avg_sq_root", *(["master"] if keep else [])}
+    assert {*state["state"][0]} == {*theirs.state[twin], *(["master"] if keep else [])}
     again = nn.Parameter(copy.deepcopy(weight.detach()))
-    other = MasterWeights(QuantizedStates(AdamW([again], lr=0.1), **ADAM), keep=keep)
+    other = MasterWeights(QuantizedStates(make([again]), **formats), keep=keep)
     other.load_state_dict(copy.deepcopy(state))
     for one, p in ((ours, weight), (other, again)):
         _give_gradients([p], 7)
