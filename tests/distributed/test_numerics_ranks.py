@@ -9,12 +9,13 @@ from unittest import mock
 import pytest
 import torch
 from ranks import agreed, fully_shard, mesh_of, of_all, on_one, on_ranks
-from support.small_models import Gated, gated_plan
+from support.small_models import Experts, Gated, gated_plan
 from torch import Tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import lpq
 from lpq.distributed import meeting
+from lpq.distributed.expert_parallel import ExpertParallel
 
 WIDTH, INNER, BATCH, TOKENS, RANKS = 64, 256, 2, 64, 2
 Found = dict[str, dict[str, float]]
@@ -87,6 +88,28 @@ def test_ranks_of_tensor_parallelism_have_the_statistics_of_the_whole(rank: int,
     net = parallelize_module(model(recipe), mesh_of(), gated_plan(sequence))
     found = watched(net, tuple(t.chunk(RANKS, 1)[rank] if sequence else t for t in data()))  # type: ignore[arg-type]
     alike(found, on_one(one_process, recipe, 1), ("dw",) if sequence else ())
+
+
+def _of_experts(net: Any, rows: list[Tensor], dy: list[Tensor]) -> Found:
+    """The statistics of a step with these rows of each expert."""
+    watch = lpq.observe.numerics(net, every=1)
+    with watch.step():
+        net(torch.cat(rows), torch.tensor([*map(len, rows)]).cumsum(0, dtype=torch.int32)).backward(torch.cat(dy))
+    return {one.title: one.numbers() for one in watch.readings()}
+
+
+@on_ranks(RANKS)
+def test_ranks_with_experts_have_the_statistics_of_all_experts(rank: int) -> None:
+    """Each has other experts, of which one has no rows, and sends its rows to them."""
+    sizes = [6, 2, 0, 4]
+    halves = [tuple(t.flatten(0, 1)[12 * r : 12 * r + 12].split(sizes) for t in data()) for r in range(RANKS)]
+    whole = [[torch.cat(parts) for parts in zip(*each, strict=True)] for each in zip(*halves, strict=True)]
+    net = parallelize_module(Experts(4, WIDTH, INNER, recipe="mxfp8"), mesh_of(), ExpertParallel())
+    found = _of_experts(net, *map(list, halves[rank]))
+    alike(found, on_one(lambda: _of_experts(Experts(4, WIDTH, INNER, recipe="mxfp8"), *whole)))
+    assert len(found) == 2 * 7
+    for one in of_all(found):
+        assert one == found
 
 
 @on_ranks(RANKS)
