@@ -202,12 +202,14 @@ class _Search:
 
 
 def in_bf16(layer: StatefulLayer, recipe: Recipe) -> Recipe:
-    """The recipe of a layer that is in bf16, but for a weight that is stored quantized."""
+    """The recipe of a layer that is in bf16, but for a weight that is stored quantized. Where it is rotated, what is
+    multiplied by it stays, too, as bf16 is not rotated."""
     exact = recipes.recipe("bf16")
     if not isinstance(local_part(layer.shared_weight()), QuantizedTensor):
         return exact
-    weights = {operand: q for operand, q in recipe.operands.items() if operand.tensor == "w"}
-    return _with(recipe, {**exact.operands, **weights})
+    rotated = {o.gemm for o, q in recipe.operands.items() if o.tensor == "w" and q.side(o.side).basis is not None}
+    stay = {o: q for o, q in recipe.operands.items() if o.tensor == "w" or o.gemm in rotated}
+    return _with(recipe, {**exact.operands, **stay})
 
 
 def _with(recipe: Recipe, operands: Mapping[Any, Any]) -> Recipe:

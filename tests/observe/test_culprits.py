@@ -126,6 +126,27 @@ def test_a_layer_that_makes_a_nan_is_found() -> None:
     assert {part.part for part in found.parts if part.moved > 0.5} == {"fprop", "fprop.x"}
 
 
+@pytest.mark.parametrize(
+    ("recipe", "stay"), [("nvfp4-eden", {"dgrad"}), ("nvfp4(stochastic=eden)", {"fprop", "dgrad"})]
+)
+def test_products_with_a_stored_weight_that_is_rotated_stay(recipe: str, stay: set[str]) -> None:
+    """No input in bf16 is rotated as it is. All else is in bf16, also where a rule promotes the layer."""
+    net, own, exact = model(recipe, weights="quantized"), lpq.recipe(recipe), lpq.recipe("bf16")
+    before = lpq.observe.Before(net)
+    closure_of(net, batch())()
+    found = lpq.observe.culprits(net, closure_of(net, batch()), before=before)
+    assert found.replays
+    (worst, *_) = found.found
+    assert worst.recipe.operands == {
+        o: q if o.gemm in stay or o.tensor == "w" else exact.operands[o] for o, q in own.operands.items()
+    }
+    assert {one.part.split(".")[0] for one in found.parts} == {"fprop", "dgrad", "wgrad"} - stay
+    found.promote(net, until=2)
+    lpq.set_step(net, 1)
+    closure_of(net, batch())()
+    assert dict(net.named_modules())[worst.layer].recipe == worst.recipe
+
+
 def jumping(net: Any, jump: Callable[[Tensor], Tensor]) -> tuple[Any, float, float]:
     """A closure whose loss is about 1 and what the formats add to it, and the loss and the norm of its gradients. The
     jump is behind the layers: no format has a part in it."""
