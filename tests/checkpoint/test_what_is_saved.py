@@ -273,13 +273,15 @@ def test_wrappers_leave_no_trace_in_the_names(tmp_path: Path) -> None:
 def test_a_replicated_model_is_saved_as_itself(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        net = nn.Linear(4, 4)
-        checkpoint.save(DistributedDataParallel(net), tmp_path)
-        loaded = nn.Linear(4, 4)
-        checkpoint.load(DistributedDataParallel(loaded), tmp_path)
+        net, bare, replicated = (nn.Linear(4, 4) for _ in range(3))
+        checkpoint.save(DistributedDataParallel(net), tmp_path / "replicated")
+        checkpoint.load(bare, tmp_path / "replicated")
+        checkpoint.save(net, tmp_path / "bare")
+        checkpoint.load(DistributedDataParallel(replicated), tmp_path / "bare")
     finally:
         torch.distributed.destroy_process_group()
-    assert torch.equal(loaded.weight, net.weight)
+    assert torch.equal(bare.weight, net.weight)
+    assert torch.equal(replicated.weight, net.weight)
 
 
 def test_others_read_it_without_lpq(tmp_path: Path) -> None:
