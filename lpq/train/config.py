@@ -63,7 +63,7 @@ class TrainConfig:
     data: tuple[str, ...] = option(
         (),
         "Files or directories to train on (repeatable); installed: sources and documentation of the standard library "
-        "and of all installed packages; default: the sources of Python's standard library.",
+        "and of all installed packages but lpq; default: the sources of Python's standard library.",
     )
     text: int = option(16, "The most MiB of text that are read.", least=1)
     device: str = option("auto", "cpu, cuda, cuda:N, or auto: the GPU if there is one.")

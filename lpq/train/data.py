@@ -39,11 +39,12 @@ def standard_library() -> Iterator[Path]:
 
 
 def installed() -> Iterator[Path]:
-    """The standard library, then the text files of all installed packages, in a fixed order."""
+    """The standard library, then the text files of all installed packages, in a fixed order. lpq's own are left out:
+    with another version of lpq a comparison goes on with the text that it began with."""
     yield from standard_library()
-    root = Path(sysconfig.get_path("purelib"))
-    inside = (p for p in root.rglob("*") if p.suffix in SUFFIXES and p.is_file() and "__pycache__" not in p.parts)
-    yield from sorted(inside, key=Path.as_posix)
+    others = (p for p in Path(sysconfig.get_path("purelib")).iterdir() if not p.name.startswith("lpq"))
+    inside = (p for other in others for p in (other, *other.rglob("*")) if p.suffix in SUFFIXES and p.is_file())
+    yield from sorted((p for p in inside if "__pycache__" not in p.parts), key=Path.as_posix)
 
 
 def named_files(names: Sequence[str]) -> Iterator[Path]:

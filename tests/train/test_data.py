@@ -23,13 +23,14 @@ def test_the_default_text_is_the_standard_library_and_nothing_beside_it() -> Non
 
 
 def test_what_is_installed_follows_the_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in ("stdlib", "purelib"):
-        (tmp_path / kind / "pkg").mkdir(parents=True)
-    for name in ("stdlib/os.py", "stdlib/test.md", "purelib/pkg/b.py", "purelib/a.rst", "purelib/pkg/code.so"):
+    kept = ["stdlib/os.py", "purelib/a.rst", "purelib/pkg/b.py", "purelib/pkg/sub/c.cu"]
+    lpqs = ["purelib/lpq/csrc/rows.cu", "purelib/lpq_fp8/quantizer.py", "purelib/lpq-0.1.0.dist-info/top_level.txt"]
+    for name in (*kept, *lpqs, "stdlib/test.md", "purelib/pkg/code.so", "purelib/pkg/__pycache__/b.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
     monkeypatch.setattr(data.sysconfig, "get_path", lambda kind: str(tmp_path / kind))
     files = [str(path.relative_to(tmp_path)) for path in data.named_files(["installed"])]
-    assert files == ["stdlib/os.py", "purelib/a.rst", "purelib/pkg/b.py"]
+    assert files == kept
 
 
 def test_a_directory_is_read_in_order_and_capped(tmp_path: Path) -> None:
