@@ -9,7 +9,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lpq.importing import after_import, keep_moved
+from lpq.importing import after_import
+from lpq.moved import keep_moved
 
 if TYPE_CHECKING:
     from lpq import calibration as calibration
@@ -64,20 +65,6 @@ _SUBMODULES = (
     "calibration", "checkpoint", "core", "distributed", "emulation", "engines", "formats", "integrations", "kernels",
     "nn", "observe", "operations", "optim", "recipes", "registry", "tensor", "testing", "train",
 )  # fmt: skip
-
-_MOVED = {
-    "lpq.core.binding": "lpq.operations.binding", "lpq.core.blocks": "lpq.formats.blocks",
-    "lpq.core.elements": "lpq.formats.elements", "lpq.core.exact": "lpq.emulation.bf16_gemm",
-    "lpq.core.inverse": "lpq.formats.inverse", "lpq.core.layout": "lpq.formats.layout",
-    "lpq.core.multiplicand": "lpq.operations.exact_form", "lpq.core.operations": "lpq.operations",
-    "lpq.core.pairs": "lpq.operations.fused_pair", "lpq.core.philox": "lpq.formats.random_bits",
-    "lpq.core.quantize": "lpq.operations.operands", "lpq.core.quantizer": "lpq.formats.format",
-    "lpq.core.storage": "lpq.formats.format", "lpq.core.tensor": "lpq.tensor.quantized_tensor",
-    "lpq.ops": "lpq.kernels", "lpq.ops.cubins": "lpq.kernels.nvrtc_cache", "lpq.ops.cuda": "lpq.kernels.cuda",
-    "lpq.ops.errors": "lpq.kernels.errors", "lpq.ops.fresh": "lpq.kernels.fresh", "lpq.ops.table": "lpq.kernels.table",
-    "lpq.ops.triton": "lpq.kernels.triton", "lpq.ops.triton.numbers": "lpq.kernels.triton.numbers",
-}  # fmt: skip
-"""The modules that pages for authors of plugins named in earlier builds, and where their names are now."""
 
 __all__ = [
     "Policy",
@@ -147,11 +134,6 @@ def _prepared(*saved: Any) -> Any:
     return import_module("lpq.distributed.shard").prepared_parameter(*saved)
 
 
-def _tell(old: str, place: str) -> None:
-    """Warn of an old name of a module's content."""
-    import_module("lpq.registry.warning").deprecate(old, gone_in="0.2", now=f"import it from {place}")
-
-
 def _register() -> None:
     """Have ``torch.load(path, weights_only=True)`` read files with quantized tensors and with prepared weights, and
     ``torch.export.load`` programs with lpq's operators, before lpq is used. Where torch is at hand it costs little. A
@@ -164,4 +146,4 @@ def _register() -> None:
 
 
 after_import("torch", _register)
-keep_moved(_MOVED, _tell)
+keep_moved()

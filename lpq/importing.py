@@ -1,47 +1,15 @@
-"""Doing something once another package is imported, without importing it; and published modules that moved."""
+"""Doing something once another package is imported, without importing it."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
-
-
-def keep_moved(now: Mapping[str, str], tell: Callable[[str, str], None]) -> None:
-    """Let modules be imported by their old names, too.
-
-    Args:
-        now: the new places of their content.
-        tell: is called with an old name that somebody uses, and the new place.
-    """
-    for name in sorted(now):
-        sys.modules[name] = module = _Moved(name, now[name], tell)
-        parent, _, leaf = name.rpartition(".")
-        if isinstance(owner := sys.modules.get(parent), _Moved):
-            vars(owner)[leaf] = module
-
-
-class _Moved(ModuleType):
-    """A module with an old name: it has the content of the module that took its place, which is imported when it is
-    used."""
-
-    def __init__(self, name: str, now: str, tell: Callable[[str, str], None]) -> None:
-        super().__init__(name)
-        self.__spec__ = ModuleSpec(name, None, is_package=True)
-        self.__path__: list[str] = []
-        self.__now, self.__tell = now, tell
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # which somebody asks all modules for
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(self.__now), name)
-        self.__tell(f"{self.__name__}.{name}", self.__now)
-        return value
 
 
 def after_import(name: str, then: Callable[[], None]) -> None:

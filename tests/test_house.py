@@ -25,7 +25,7 @@ FLOORS = {
     "importing": 1, "registry": 1, "torch_private": 1, "formats": 2, "kernels": 2, "files": 3, "operations": 3,
     "emulation": 4, "tensor": 4, "core": 5, "recipes": 6, "distributed": 7, "nn": 8, "optim": 9, "checkpoint": 9,
     "calibration": 9, "engines": 9, "observe": 9, "bench": 10, "testing": 10, "integrations": 10, "cli": 11,
-    "train": 11, "__main__": 12,
+    "train": 11, "__main__": 12, "moved": 12,
 }  # fmt: skip
 TOP = 10
 """From this floor on a module may use lpq as a user does: ``import lpq``."""

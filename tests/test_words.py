@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import tokenize
 
 import pytest
-from test_house import files, found_in
+from test_house import files, found_in, parsed
 
 HABITS = re.compile(r"(?:that|those) of\b|(?<![^.:] )(?:Of|What|Who|Whose|Whoever|Whatever) [a-z]")
 """``that of`` in place of the noun, and sentences that begin with a part of one."""
@@ -40,3 +41,40 @@ def test_sentences_name_their_nouns() -> None:
 )
 def test_a_sentence_without_its_noun_is_noticed(source: str, found: list[str]) -> None:
     assert habits(source) == found
+
+
+FORMER = {
+    "Saved", "Remembering", "Whole", "Way", "Spread", "as_it_is", "as_it_was", "stretches", "turned", "unbound",
+    "saying",
+}  # fmt: skip
+"""Names that leave a reader to guess what they name."""
+FUNCTIONS = {"wrap", "over"}
+"""Such names of functions. A variable ``over`` is the ranks over which something lies."""
+FILES = {"standing.py", "left_out.py", "grouping.py"}
+
+
+def former_names(source: str) -> list[str]:
+    """The definitions that have such a name, without names of earlier versions, which warn."""
+    found: list[str] = []
+    for node in ast.walk(parsed(source)):
+        if isinstance(node, ast.FunctionDef) and "former(" not in ast.unparse(node.body[-1]):
+            found += {node.name} & (FORMER | FUNCTIONS)
+        elif isinstance(node, ast.ClassDef):
+            found += {node.name} & FORMER
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and not ast.unparse(node.value or node).startswith("former("):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found += {name.id for one in targets for name in ast.walk(one) if isinstance(name, ast.Name)} & FORMER
+    return sorted(found)
+
+
+def test_names_say_what_they_name() -> None:
+    modules = files("lpq/**/*.py", "plugins/**/*.py")
+    assert found_in(modules, lambda path: former_names(path.read_text())) == {}
+    assert [path.name for path in modules if path.name in FILES] == []
+
+
+def test_a_name_that_says_nothing_is_noticed() -> None:
+    source = "class Way:\n    turned: bool\n    def over(self):\n        over = self.turned"
+    assert former_names(source) == ["Way", "over", "turned"]
+    assert former_names("x, unbound = 1, 2") == ["unbound"]
+    assert former_names("unbound = former('unbound', cached_by_shape)\nx.turned = way = 1") == []

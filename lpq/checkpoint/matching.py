@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lpq.checkpoint.errors import CheckpointError, tensor_name
-from lpq.checkpoint.optimizer import Saved
+from lpq.checkpoint.optimizer import SavedTensors
 from lpq.checkpoint.tensors import copy, described, encode, parts, plain_like, stored_like
 from lpq.distributed.shard import touched
 from lpq.operations.inputs import DTYPES
@@ -56,7 +56,7 @@ class Match:
 
 def match(
     tensors: Mapping[str, Tensor],
-    saved: Saved,
+    saved: SavedTensors,
     quantized: Mapping[str, Any],
     *,
     masters: Mapping[str, str] | None = None,
@@ -144,7 +144,7 @@ def _check_storage(name: str, theirs: Mapping[str, Any] | None, mine: Mapping[st
         )
 
 
-def _check(name: str, target: Tensor, saved: Saved, *, exact: bool) -> None:
+def _check(name: str, target: Tensor, saved: SavedTensors, *, exact: bool) -> None:
     if name not in saved:
         raise CheckpointError(f"it lacks {tensor_name(name)}, a part of a tensor that it has")
     shape, dtype = saved[name]

@@ -38,7 +38,7 @@ NUMBERED = ("params", "param_names")
 """The keys of a group that list its parameters in order, which may not be the order in the saved group."""
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
-Saved = Mapping[str, TensorKind]
+SavedTensors = Mapping[str, TensorKind]
 """The tensors in a checkpoint."""
 
 
@@ -122,7 +122,7 @@ def split(optimizers: Sequence[Named]) -> tuple[dict[str, Tensor], dict[str, Any
 def join(
     optimizers: Sequence[Named],
     data: Mapping[str, Any] | None,
-    saved: Saved,
+    saved: SavedTensors,
     masters: Collection[str],
     quantized: Mapping[str, Any],
 ) -> tuple[dict[str, Tensor], list[Loaded]]:
@@ -178,7 +178,7 @@ class Named:
     def join(
         self,
         data: Mapping[str, Any],
-        saved: Saved,
+        saved: SavedTensors,
         tensors: dict[str, Tensor],
         masters: Collection[str],
         quantized: Mapping[str, Any],
@@ -323,7 +323,7 @@ def _join(data: Any, existing: Any, target: Callable[[str, object], Tensor]) -> 
     return data
 
 
-def _existing_or_new(saved: Saved, param: Tensor | None, name: str, existing: object) -> Tensor:
+def _existing_or_new(saved: SavedTensors, param: Tensor | None, name: str, existing: object) -> Tensor:
     """The existing tensor, if it has the saved shape and dtype, or else a new one that is not initialised."""
     shape, dtype = saved.get(name, (None, None))
     if isinstance(existing, Tensor) and (shape is None or (existing.shape, existing.dtype) == (shape, dtype)):

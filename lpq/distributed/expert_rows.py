@@ -186,7 +186,7 @@ def _arrived(rows: Tensor, call: Route, lines: Lines | None) -> Tensor:
         return all_to_all(rows[:count], call.from_ranks, call.to_ranks, call.group)[call.order]
     lines_here = all_to_all(lines.bytes[:count], call.from_ranks, call.to_ranks, call.group)[call.order]
     shape, side = (len(lines_here), rows.shape[1]), lines.operand.quantizer
-    row = side.storage.wrap([*_pieces(lines_here, lines.operand.tensors())], side, shape, rows.dtype)
+    row = side.storage.from_tensors([*_pieces(lines_here, lines.operand.tensors())], side, shape, rows.dtype)
     return QuantizedTensor(row, None, lines.quantizer, shape, rows.dtype)
 
 

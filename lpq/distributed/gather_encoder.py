@@ -58,7 +58,7 @@ def sides_of(quantizer: Quantizer, stack: bool) -> Sides:
     return Sides(quantizer, row, col, stats, across, stack, bool(state_names(quantizer)), measures)
 
 
-class Way(NamedTuple):
+class GatherPlan(NamedTuple):
     """How a weight is gathered in one direction, or in both."""
 
     row: bool
@@ -72,9 +72,9 @@ class Way(NamedTuple):
     by shard."""
 
 
-def way_of(
+def plan_of(
     sides: Sides, directions: tuple[bool, bool], shape: tuple[int, ...], dtype: torch.dtype, ranks: int, stored: bool
-) -> Way:
+) -> GatherPlan:
     """Decide how a weight is gathered. ``shape``, ``dtype``: of the whole weight; ``stored``: shards are encoded."""
     row, col = directions
     if made_at_use(sides.quantizer):
@@ -83,14 +83,14 @@ def way_of(
     size = operand_bytes(sides.quantizer, rows, cols, dtype, row, col)
     whole = why_whole(sides.quantizer, shape[0], ranks, sides.stack)
     high = not stored and ranks > 1 and (size > rows * cols * dtype.itemsize or why_in(whole, directions) is not None)
-    return Way(row, col, row or sides.col is None, col and sides.col is not None, high)
+    return GatherPlan(row, col, row or sides.col is None, col and sides.col is not None, high)
 
 
 class Task(NamedTuple):
     """A matrix, or matrices of a stack, that is encoded in each gather."""
 
     sides: Sides
-    way: Way
+    plan: GatherPlan
     shape: tuple[int, ...]
     x_dtype: torch.dtype
     """The dtype of the tensor."""
@@ -182,13 +182,13 @@ def _operands_of(task: Task) -> list[SentOperand]:
 
 
 def _sides(task: Task) -> tuple[Quantizer | None, Quantizer | None]:
-    return task.sides.row if task.way.sends_row else None, task.sides.col if task.way.sends_col else None
+    return task.sides.row if task.plan.sends_row else None, task.sides.col if task.plan.sends_col else None
 
 
 def _of_sides(task: Task) -> slice:
     """Select, of the statistics of ``Sides``, those that the encoded operands need."""
     count = len(task.sides.row.stats)
-    return slice(0 if task.way.sends_row else count, len(task.sides.stats) if task.way.sends_col else count)
+    return slice(0 if task.plan.sends_row else count, len(task.sides.stats) if task.plan.sends_col else count)
 
 
 def _bind(task: Task) -> Run | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lpq.distributed.gather_arrivals import Arrivals
-from lpq.distributed.gather_encoder import Buffers, Encoders, ShardsEncoder, Task, Way
+from lpq.distributed.gather_encoder import Buffers, Encoders, GatherPlan, ShardsEncoder, Task
 from lpq.distributed.gathered_operand import sent_bytes
 from lpq.distributed.shard import WeightShard, plain
 from lpq.distributed.weight_gather import Copies, Gather, GatheredOperands, Load, copy_pairs
@@ -41,7 +41,7 @@ class Ordinary(Load):
 class _Quantized(Load):
     """Weights with operands that are derived from other operands, once these have arrived."""
 
-    def __init__(self, gathers: Sequence[Gather], ways: Sequence[Way]) -> None:
+    def __init__(self, gathers: Sequence[Gather], plans: Sequence[GatherPlan]) -> None:
         super().__init__(gathers)
         self._device = gathers[0].site.device
         self._derived: list[Tensor] = []
@@ -49,13 +49,13 @@ class _Quantized(Load):
         """The buffers of operands from which other operands were derived."""
         self._all: list[Tensor] = []
         columns: list[Derived] = []
-        for gather, way in zip(gathers, ways, strict=True):
+        for gather, plan in zip(gathers, plans, strict=True):
             (sides, _, row, col), large = operands_of(gather), operands_of(gather).large
             self._all += large
-            if col is not None and way.col and not way.sends_col:
+            if col is not None and plan.col and not plan.sends_col:
                 self._derived += col.large
                 columns.append(Derived(sides.quantizer, row.operand, col.targets))
-            if way.sends_row and not way.row:
+            if plan.sends_row and not plan.row:
                 self._unwanted += row.large
         with on_device(self._device):
             self._derive = bind_derive_into(columns, self._device)
@@ -69,17 +69,17 @@ class _Quantized(Load):
 
 
 class High(_Quantized):
-    """A weight that travels in high precision (``Way.high``). It is encoded where it arrives, with the statistics that
-    its shards have, and so into the same bytes."""
+    """A weight that travels in high precision (``GatherPlan.high``). It is encoded where it arrives, with the
+    statistics that its shards have, and so into the same bytes."""
 
-    def __init__(self, gather: Gather, shard: Tensor, way: Way) -> None:
-        super().__init__((gather,), (way,))
+    def __init__(self, gather: Gather, shard: Tensor, plan: GatherPlan) -> None:
+        super().__init__((gather,), (plan,))
         sides, dtype, row, col = operands_of(gather)
         self._gather, self._dtype, self._shape = gather, dtype, tuple(gather.site.shape)
         flags = tuple(s is not None for s in gather.statistics())
-        self._encode = ShardsEncoder([Task(sides, way, self._shape, dtype, dtype, self._device, flags)])
+        self._encode = ShardsEncoder([Task(sides, plan, self._shape, dtype, dtype, self._device, flags)])
         self._wholes = [
-            whole for whole, sends in ((row, way.sends_row), (col, way.sends_col)) if whole is not None and sends
+            whole for whole, sends in ((row, plan.sends_row), (col, plan.sends_col)) if whole is not None and sends
         ]
         count = shard.numel() * gather.site.group.size() * dtype.itemsize
         self._arrives = torch.empty(count, dtype=torch.uint8, device=self._device)
@@ -111,11 +111,15 @@ class EncodedLoad(_Quantized):
     nobody to send to."""
 
     def __init__(
-        self, gathers: Sequence[Gather], shards: Sequence[Tensor], ways: Sequence[Way], encoders: Encoders | None
+        self,
+        gathers: Sequence[Gather],
+        shards: Sequence[Tensor],
+        plans: Sequence[GatherPlan],
+        encoders: Encoders | None,
     ) -> None:
         """``encoders``: the unit's encoders; None where nothing is sent, and operands stay until they are read."""
-        super().__init__(gathers, ways)
-        self._ways = ways
+        super().__init__(gathers, plans)
+        self._plans = plans
         numbers = range(len(gathers))
         self._stored = [i for i in numbers if isinstance(shards[i], QuantizedTensor)]
         self._coded = [i for i in numbers if i not in self._stored]
@@ -130,8 +134,8 @@ class EncodedLoad(_Quantized):
         operands = [
             (i, side, whole)
             for side in (0, 1)
-            for i, (gather, way) in enumerate(zip(gathers, ways, strict=True))
-            if (way.sends_row, way.sends_col)[side] and (whole := operands_of(gather)[2:][side]) is not None
+            for i, (gather, plan) in enumerate(zip(gathers, plans, strict=True))
+            if (plan.sends_row, plan.sends_col)[side] and (whole := operands_of(gather)[2:][side]) is not None
         ]
         self._sends = [(i, side, number, whole) for i, side, whole in operands for number in whole.travels]
         """The buffers that travel: by the number of the weight, 0 for the row operand or 1, and the buffer's number."""
@@ -151,7 +155,7 @@ class EncodedLoad(_Quantized):
         gather = self.gathers[i]
         sides, dtype, *_ = operands_of(gather)
         x, flags = gather.prepared(shard), tuple(s is not None for s in gather.statistics())
-        return Task(sides, self._ways[i], tuple(x.shape), x.dtype, dtype, x.device, flags)
+        return Task(sides, self._plans[i], tuple(x.shape), x.dtype, dtype, x.device, flags)
 
     def begin(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         self.to_free.clear()
@@ -199,9 +203,9 @@ class EncodedLoad(_Quantized):
     def _operands_of(self, i: int, shard: Tensor) -> tuple[Buffers, Buffers]:
         """The buffers of a shard that is stored quantized."""
         assert isinstance(shard, QuantizedTensor)
-        way, dtype = self._ways[i], operands_of(self.gathers[i]).dtype
-        row = shard.operand("row").astype(dtype).tensors() if way.sends_row else ()
-        return row, shard.operand("col").astype(dtype).tensors() if way.sends_col else ()
+        plan, dtype = self._plans[i], operands_of(self.gathers[i]).dtype
+        row = shard.operand("row").astype(dtype).tensors() if plan.sends_row else ()
+        return row, shard.operand("col").astype(dtype).tensors() if plan.sends_col else ()
 
     def finish(self) -> None:
         staying, self._staying = self._staying, []

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lpq import registry
-from lpq.distributed.gather_encoder import Encoders, Sides, Way, way_of
+from lpq.distributed.gather_encoder import Encoders, GatherPlan, Sides, plan_of
 from lpq.distributed.gather_loads import EncodedLoad, High, Ordinary, operands_of
 from lpq.distributed.shard import WeightShard
 from lpq.distributed.shard_statistics import stale
@@ -109,23 +109,23 @@ class Unit:
                 self.encoders.clear()
                 gather.make(sides, gather.site.dtype)
         loads: list[Load] = []
-        together: list[tuple[Gather, Tensor, Way]] = []
+        together: list[tuple[Gather, Tensor, GatherPlan]] = []
         for gather, shard, each in zip(self.gathers, shards, needs, strict=True):
             dtype, ranks = gather.site.dtype, gather.site.group.size()
             if gather.operands is None:
                 loads.append(Ordinary(gather, dtype))
                 continue
             shape = tuple(gather.site.shape)
-            way = way_of(operands_of(gather).sides, each, shape, dtype, ranks, isinstance(shard, QuantizedTensor))
-            if way.high:
-                loads.append(High(gather, shard, way))
+            plan = plan_of(operands_of(gather).sides, each, shape, dtype, ranks, isinstance(shard, QuantizedTensor))
+            if plan.high:
+                loads.append(High(gather, shard, plan))
             elif ranks == 1 or gather.site.offloaded:  # FSDP2 wants a tensor of each, or moves each shard by itself
-                loads.append(EncodedLoad([gather], [shard], [way], self.encoders if ranks > 1 else None))
+                loads.append(EncodedLoad([gather], [shard], [plan], self.encoders if ranks > 1 else None))
             else:
-                together.append((gather, shard, way))
+                together.append((gather, shard, plan))
         if together:
-            gathers, shards, ways = zip(*together, strict=True)
-            loads.append(EncodedLoad(gathers, shards, ways, self.encoders))
+            gathers, shards, plans = zip(*together, strict=True)
+            loads.append(EncodedLoad(gathers, shards, plans, self.encoders))
         of_first = {load.gathers[0]: load for load in loads}
         by_gather = {gather: of_first[gather] for gather in self.gathers if gather in of_first}
         into = [(load.into, load.to_free) if (load := by_gather.get(g)) else ([], []) for g in self.gathers]

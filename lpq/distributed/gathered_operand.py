@@ -39,9 +39,9 @@ class GatheredOperand:
         device: torch.device,
     ) -> None:
         dim, stack = 0 if direction == "row" else 1, is_stack(shape)
-        self.turned = side.plain and direction == "col"
+        self.transposed = side.plain and direction == "col"
         """Whether it lies in memory as the row operand."""
-        if direction == "col" and not self.turned:
+        if direction == "col" and not self.transposed:
             shape = (*shape[:-2], shape[-1], shape[-2])
         self.operand = side.storage.empty(side, shape, dtype, device)
         tensors = self.operand.tensors()
@@ -52,9 +52,9 @@ class GatheredOperand:
         """The buffers that ranks send, by their numbers."""
         self.stays = [i for i in range(len(tensors)) if i not in self.travels]
         """The buffers that are the same on all ranks, by their numbers."""
-        self.in_place = direction == "row" or self.turned or stack  # whose shards are whole matrices
+        self.in_place = direction == "row" or self.transposed or stack  # whose shards are whole matrices
         """Whether the parts of all ranks, one behind the other, are the buffers."""
-        if self.turned:
+        if self.transposed:
             self.operand = transpose(self.operand)
         # Autograd must not count the filling as a change: the values equal those at the time when the tensors were
         # saved.
@@ -82,7 +82,7 @@ def sent_bytes(buffers: Iterable[tuple[GatheredOperand, Tensor]]) -> list[Tensor
     """The bytes that this rank sends of the buffers of its part of an operand."""
     pieces = []
     for whole, buffer in buffers:
-        if whole.turned:
+        if whole.transposed:
             buffer = buffer.mT
         if not buffer.is_contiguous() or buffer.numel() == 1:  # strides of one element may be unusual
             buffer = row_major(buffer)

@@ -159,7 +159,7 @@ def in_place_of(weight: Tensor, new: Tensor) -> Tensor:
         )
     if isinstance(stored, QuantizedTensor):
         encoded = cast("QuantizedTensor", new_part)
-        encoded.place, encoded.owner = stored.place, stored.owner
+        encoded.title, encoded.owner = stored.title, stored.owner
     return dtensor_as(new, new_part) if isinstance(new, DTensor) else new_part
 
 

@@ -46,12 +46,12 @@ def why_not(quantizer: Quantizer, rows: int, ranks: int, stack: bool = False) ->
     return None if None in whole else whole[0]
 
 
-Whole = tuple[str | None, str | None]
+Reasons = tuple[str | None, str | None]
 """Why the row operand, and the column operand, is encoded of the whole weight; None if it is encoded of shards."""
 
 
 @cache
-def why_whole(quantizer: Quantizer, rows: int, ranks: int, stack: bool = False) -> Whole:
+def why_whole(quantizer: Quantizer, rows: int, ranks: int, stack: bool = False) -> Reasons:
     """Why each operand cannot be encoded shard by shard. Such an operand is encoded where the weight arrives in high
     precision, in the directions that need it."""
     if derives_col(quantizer):
@@ -102,7 +102,7 @@ def why_not_placed(quantizer: Quantizer, tensor: DTensor) -> str | None:
 
 def sent_bytes(
     quantizer: Quantizer, rows: int, cols: int, dtype: torch.dtype, *, stays: bool = False, stored: bool = False,
-    whole: Whole = (None, None),
+    whole: Reasons = (None, None),
 ) -> tuple[int, int]:  # fmt: skip
     """The bytes that all ranks together send of a weight in forward, and in backward.
 
@@ -117,7 +117,7 @@ def sent_bytes(
     return sizes[0], 0 if stays else sizes[1]
 
 
-def why_in(whole: Whole, directions: tuple[bool, bool]) -> str | None:
+def why_in(whole: Reasons, directions: tuple[bool, bool]) -> str | None:
     """Why a weight travels in high precision where these operands are wanted; None if no operand asks for it."""
     return next((reason for reason, needed in zip(whole, directions, strict=True) if needed and reason), None)
 

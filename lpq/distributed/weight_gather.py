@@ -335,7 +335,7 @@ class Gather:
         sides, dtype, row, col = self.operands
         of_col = None if col is None else col.operand
         whole = QuantizedTensor(row.operand, of_col, sides.quantizer, self.site.shape, dtype)
-        whole.place = f"the weight of {self.layer.title}"
+        whole.title = f"the weight of {self.layer.title}"
         return whole
 
     def missing(self) -> list[Tensor]:

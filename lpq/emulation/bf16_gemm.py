@@ -19,7 +19,7 @@ from lpq.formats.format import Quantizer, Storage
 from lpq.kernels import KernelError, choose, cublaslt
 from lpq.kernels.products import bind_product_with_alpha, product, scaled_product
 from lpq.kernels.table import optional
-from lpq.operations.binding import Multiply, Operand, Product, unbound_product
+from lpq.operations.binding import Multiply, Operand, Product, cached_product
 from lpq.operations.decoding import decode
 from lpq.operations.exact_form import BoundExact, Exact, Multiplicand, ToExact
 from lpq.operations.references import gemm_reference
@@ -98,8 +98,8 @@ def bind_with_alpha(p: Product) -> Multiply | None:
     return _bind(p, alpha=True)
 
 
-gemm = unbound_product(bind)
-gemm_with_alpha = unbound_product(bind_with_alpha)
+gemm = cached_product(bind)
+gemm_with_alpha = cached_product(bind_with_alpha)
 
 
 def _bind(p: Product, *, alpha: bool) -> Multiply | None:
@@ -128,11 +128,11 @@ def _bind(p: Product, *, alpha: bool) -> Multiply | None:
     def multiply(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         left, right = any_a(a), any_b(b)
         if left is None or right is None or (left.rest is None) != (right.rest is None):
-            return gemm_reference(p.a.over(a), p.b.over(b), bias, dtype)
+            return gemm_reference(p.a.storage(a), p.b.storage(b), bias, dtype)
         if left.rest is None or right.rest is None:
             return scaled(left, right, bias, dtype, out)
         if left.matrix.shape[1] != right.matrix.shape[1] or left.rest.shape[1] != right.rest.shape[1]:
-            return gemm_reference(p.a.over(a), p.b.over(b), bias, dtype)  # formats with blocks of other sizes
+            return gemm_reference(p.a.storage(a), p.b.storage(b), bias, dtype)  # formats with blocks of other sizes
         y = scaled(left, right, None, torch.float32, None)
         y.addmm_(left.rest, right.rest.t())
         return (y if bias is None else y.add_(bias)).to(dtype)
@@ -171,4 +171,4 @@ def _exact_form(operand: Operand, device: torch.device) -> BoundExact | ToExact:
         if bound is not None:
             return bound
     impl = choice.impl
-    return lambda tensors: impl(operand.over(tensors)) if impl is not None else None
+    return lambda tensors: impl(operand.storage(tensors)) if impl is not None else None

@@ -103,7 +103,7 @@ class FileEntry:
         rows, cols = self.shape if self.part is None else (self.part[2], self.shape[1])
         if self.stored is not None:
             side, dtype = self.stored
-            return side.storage.wrap([pieces[name] for name in side.names], side, (rows, cols), dtype)
+            return side.storage.from_tensors([pieces[name] for name in side.names], side, (rows, cols), dtype)
         assert self.layer is not None
         matrix = as_matrix(pieces[""].to(self.dtype))
         state = self.layer.memories.get("w")

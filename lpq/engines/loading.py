@@ -215,7 +215,7 @@ class _Job:
             raise self._unfit(f"{entry.name}: {error}") from error
         if entry.inputs is not None and entry.inputs.read is not None:
             self.amaxes[entry.name] = entry.inputs.read(parts[-1])
-        operand: Storage = side.storage.wrap([*buffers], side, (rows, cols), dtype)
+        operand: Storage = side.storage.from_tensors([*buffers], side, (rows, cols), dtype)
         return operand
 
     def _unfit(self, what: str) -> CheckpointError:

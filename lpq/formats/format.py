@@ -25,6 +25,7 @@ from lpq.formats.declarations import check_declared, check_side, raised_by, why_
 from lpq.formats.layout import DIMENSIONS, Buffer, Covering, Stat, StateBuffer, for_dtype, row_major
 from lpq.formats.options import Options
 from lpq.formats.rotation import TURN, Rotation
+from lpq.registry.former_names import former
 from lpq.registry.specs import INT64_COUNTS
 
 if TYPE_CHECKING:
@@ -361,7 +362,9 @@ class Storage:
         return self
 
     @classmethod
-    def wrap(cls, tensors: Sequence[Tensor], quantizer: Quantizer, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
+    def from_tensors(
+        cls, tensors: Sequence[Tensor], quantizer: Quantizer, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Self:
         """The storage over these tensors, given in the order of the layout."""
         storage = cls.__new__(cls)
         for name, tensor in zip(quantizer.names, tensors, strict=True):
@@ -369,18 +372,20 @@ class Storage:
         storage.quantizer, storage.shape, storage.dtype = quantizer, shape, dtype
         return storage
 
+    wrap = former("Storage.wrap", from_tensors)
+
     @classmethod
     def empty(cls, quantizer: Quantizer, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Self:
         """Uninitialised buffers for a matrix of this shape, or a stack of them."""
         *count, rows, cols = shape
         tensors = [b.empty(rows, cols, dtype, device, count) for b in quantizer.layout]
-        return cls.wrap(tensors, quantizer, shape, dtype)
+        return cls.from_tensors(tensors, quantizer, shape, dtype)
 
     @classmethod
     def fresh(cls, quantizer: Quantizer, shape: tuple[int, ...], x: Tensor) -> Self:
         """Uninitialised buffers for an encoding of ``x``, in the memory order in which encoding leaves them."""
         *count, rows, cols = shape
-        return cls.wrap([b.fresh(rows, cols, x, count) for b in quantizer.layout], quantizer, shape, x.dtype)
+        return cls.from_tensors([b.fresh(rows, cols, x, count) for b in quantizer.layout], quantizer, shape, x.dtype)
 
     def tensors(self) -> list[Tensor]:
         """The buffers in the order of the layout."""
@@ -397,7 +402,7 @@ class Storage:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """Return the same operand over ``function`` of each buffer."""
-        return self.wrap([function(t) for t in self.tensors()], self.quantizer, self.shape, self.dtype)
+        return self.from_tensors([function(t) for t in self.tensors()], self.quantizer, self.shape, self.dtype)
 
     def row_major(self) -> Self:
         """Return the same operand with row-major buffers, as it is kept, shared and saved; buffers in another order are
@@ -408,7 +413,9 @@ class Storage:
         """Return the same bytes for a matrix of another dtype; a buffer in the matrix's own dtype is cast."""
         if dtype is self.dtype:
             return self
-        return self.wrap(for_dtype(self.quantizer.layout, self.tensors(), dtype), self.quantizer, self.shape, dtype)
+        return self.from_tensors(
+            for_dtype(self.quantizer.layout, self.tensors(), dtype), self.quantizer, self.shape, dtype
+        )
 
     def narrow(self, dim: int, start: int, stop: int) -> Self | None:
         """Return the operand of rows (0) or columns (1) ``[start, stop)``, as views; None where that cuts a block, or a
@@ -423,7 +430,7 @@ class Storage:
             narrowed.append(piece)
         rows, cols = self.shape
         shape = (stop - start, cols) if dim == 0 else (rows, stop - start)
-        return self.wrap(narrowed, self.quantizer, shape, self.dtype)
+        return self.from_tensors(narrowed, self.quantizer, shape, self.dtype)
 
     @property
     def device(self) -> torch.device:

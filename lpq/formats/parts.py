@@ -19,7 +19,7 @@ from lpq.formats.layout import DIMENSIONS, Buffer, Stat
 from lpq.registry.errors import OptionError
 
 Declared = TypeVar("Declared", Buffer, Stat)
-Whole = TypeVar("Whole", bound=Quantizer)
+OfParts = TypeVar("OfParts", bound=Quantizer)
 
 # ---------------------------------------------------------------------------------------------- the quantizers
 
@@ -54,7 +54,7 @@ def _unfit(part: Quantizer) -> str:
     return "" if part.col_source == "original" else "makes its column operand of its row operand"
 
 
-def side(whole: Whole, direction: Direction) -> Whole:
+def side(whole: OfParts, direction: Direction) -> OfParts:
     """Return the quantizer with the side of each part in this direction; the same one if these are its parts. Each call
     makes a new one: keep it, as ``Quantizer.side`` must return the same object."""
     parts = {f.name: getattr(whole, f.name) for f in fields(whole)}  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ def encode(part: Quantizer, x: Tensor, stats: Mapping[str, Tensor] | None = None
 def part(whole: Storage, name: str, quantizer: Quantizer) -> Storage:
     """A part of an operand, as an operand of its format over the same buffers."""
     tensors = [getattr(whole, f"{name}_{buffer}") for buffer in quantizer.names]
-    return quantizer.storage.wrap(tensors, quantizer, whole.shape, whole.dtype)
+    return quantizer.storage.from_tensors(tensors, quantizer, whole.shape, whole.dtype)
 
 
 def transposed(part: Storage) -> dict[str, Tensor]:

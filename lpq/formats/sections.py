@@ -49,13 +49,13 @@ def is_stack(shape: Sequence[object]) -> bool:
 def matrices(stack: Storage) -> list[Storage]:
     """The operands of the matrices, over views of the buffers."""
     parts = zip(*(tensor.unbind() for tensor in stack.tensors()), strict=True)
-    return [stack.wrap(list(tensors), stack.quantizer, stack.shape[1:], stack.dtype) for tensors in parts]
+    return [stack.from_tensors(list(tensors), stack.quantizer, stack.shape[1:], stack.dtype) for tensors in parts]
 
 
 def part(stack: Storage, start: int, stop: int) -> Storage:
     """The stack of matrices ``[start, stop)``, as views."""
     tensors = [tensor[start:stop] for tensor in stack.tensors()]
-    return stack.wrap(tensors, stack.quantizer, (stop - start, *stack.shape[1:]), stack.dtype)
+    return stack.from_tensors(tensors, stack.quantizer, (stop - start, *stack.shape[1:]), stack.dtype)
 
 
 def narrowed(operand: Storage, dim: int, start: int, stop: int) -> Storage | None:
@@ -73,7 +73,7 @@ def joined(stack: Storage) -> Storage | None:
         return None
     tensors = [t if height is None else t.flatten(0, 1) for height, t in zip(heights, stack.tensors(), strict=True)]
     if None not in heights:
-        return stack.wrap(tensors, side, (count * rows, cols), stack.dtype)
+        return stack.from_tensors(tensors, side, (count * rows, cols), stack.dtype)
     if side.by_rows is None:
         return None
     owners = torch.arange(count, device=tensors[0].device).repeat_interleave(rows, output_size=count * rows)
@@ -88,7 +88,7 @@ def with_values_of_rows(
     if side.by_rows is None or any(buffer.block[0] is None and buffer.block[1] is not None for buffer in side.layout):
         return None
     own = [t if b.block[0] is not None else t[owners].unsqueeze(1) for b, t in zip(side.layout, tensors, strict=True)]
-    operand: Storage = side.storage.wrap(own, side.by_rows, shape, dtype)
+    operand: Storage = side.storage.from_tensors(own, side.by_rows, shape, dtype)
     return operand
 
 
@@ -96,7 +96,7 @@ def stacked(operands: Sequence[Storage]) -> Storage:
     """Stack these operands, at least one, which have one size and one quantizer."""
     first = operands[0]
     tensors = [torch.stack(buffers) for buffers in zip(*(o.tensors() for o in operands), strict=True)]
-    return first.wrap(tensors, first.quantizer, (len(operands), *first.shape), first.dtype)
+    return first.from_tensors(tensors, first.quantizer, (len(operands), *first.shape), first.dtype)
 
 
 def along(direction: Direction, shape: Sequence[int]) -> tuple[int, ...]:
@@ -119,7 +119,9 @@ def cat(parts: Sequence[Storage], dim: int, agreed: bool = False) -> Storage | N
     first = parts[0]
     if is_stack(first.shape):
         every = [torch.cat(buffers) for buffers in zip(*(p.tensors() for p in parts), strict=True)]
-        return first.wrap(every, first.quantizer, (sum(p.shape[0] for p in parts), *first.shape[1:]), first.dtype)
+        return first.from_tensors(
+            every, first.quantizer, (sum(p.shape[0] for p in parts), *first.shape[1:]), first.dtype
+        )
     if len(parts) > 1 and first.quantizer.why_no_parts(dim) is not None:
         return None
     sizes = [p.shape[dim] for p in parts]
@@ -134,7 +136,7 @@ def cat(parts: Sequence[Storage], dim: int, agreed: bool = False) -> Storage | N
         buffers.append(tensors[0].clone() if block is None else torch.cat(tensors, dim))
     rows, cols = first.shape
     shape = (sum(sizes), cols) if dim == 0 else (rows, sum(sizes))
-    return first.wrap(buffers, first.quantizer, shape, first.dtype)
+    return first.from_tensors(buffers, first.quantizer, shape, first.dtype)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

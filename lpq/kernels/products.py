@@ -31,8 +31,8 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None, dtype: torch.dtype
         bias = bias.to(dtype) if bias is not None else None
         if into is None:
             return torch.nn.functional.linear(left, right, bias)
-        turned = right.t()
-        return torch.mm(left, turned, out=into) if bias is None else torch.addmm(bias, left, turned, out=into)
+        transposed = right.t()
+        return torch.mm(left, transposed, out=into) if bias is None else torch.addmm(bias, left, transposed, out=into)
     out = sums(left, right)
     return (out if bias is None else out.add_(bias)).to(dtype)
 

@@ -124,14 +124,6 @@ def multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def flat(rows: int, cols: int) -> tuple[int, int]:
-    """Rows and columns of the matrix for a kernel that encodes it along its rows, in blocks that divide a tile.
-
-    A matrix whose rows are whole tiles wide is one of rows of one tile, which is read and written in one piece.
-    """
-    return (rows * cols // UNIT, UNIT) if cols % UNIT == 0 else (rows, cols)
-
-
 def pointer(tensor: Tensor | None) -> int:
     """The address of a tensor; 0 for none."""
     return tensor.data_ptr() if tensor is not None else 0

@@ -64,8 +64,8 @@ def bind_several(
     def turn(several: Sequence[Sequence[Tensor]], out: Sequence[Sequence[Tensor]]) -> None:
         for some, numbers, launch in bound:
             given, at = numbers.copy(), 0
-            for each, turned in zip(several[some], out[some], strict=True):
-                given[at : at + step - 1] = [t.data_ptr() for pair in zip(each, turned, strict=True) for t in pair]
+            for each, transposed in zip(several[some], out[some], strict=True):
+                given[at : at + step - 1] = [t.data_ptr() for pair in zip(each, transposed, strict=True) for t in pair]
                 at += step
             launch(*given)
 

@@ -91,7 +91,7 @@ class Unwritten(NamedTuple):
 
     what: str
     """``a weight`` or ``an input``, for the message."""
-    place: str
+    title: str
     shape: torch.Size
     writes: Writes
     written: int
@@ -103,7 +103,7 @@ class Unwritten(NamedTuple):
 
     def error(self) -> RuntimeError:
         """The error for a tensor that was written to since."""
-        whose = f"{self.place}: " if self.place else ""
+        whose = f"{self.title}: " if self.title else ""
         return RuntimeError(
             f"{whose}{self.what} of {[*self.shape]} that is stored quantized was written to after forward, and "
             "backward needs it as it was: write to it after backward"

@@ -24,7 +24,7 @@ from lpq.operations.reduce_statistics import Reductions
 from lpq.torch_private.tensors import local_part
 
 
-class Remembering(Protocol):
+class HasStates(Protocol):
     """A layer, as far as it is read here."""
 
     passes: Passes
@@ -41,11 +41,11 @@ class FreshStates(Watcher):
     """The layers of a model that have fresh states, until steps of optimizers have moved these."""
 
     def __init__(self) -> None:
-        self._layers: dict[int, ref[Remembering]] = {}
+        self._layers: dict[int, ref[HasStates]] = {}
         """The layers by their ``id``; the references of some may be dead."""
         super().__init__()
 
-    def add(self, layer: Remembering) -> None:
+    def add(self, layer: HasStates) -> None:
         """Have the states of this layer looked at after steps."""
         self._layers[id(layer)] = ref(layer)
 
@@ -67,9 +67,9 @@ class FreshStates(Watcher):
 
 
 @torch.no_grad()
-def decide(layers: Sequence[Remembering]) -> None:
+def decide(layers: Sequence[HasStates]) -> None:
     """Decide by the values of their states which tensors of these layers are fresh."""
-    by_device: dict[torch.device, list[tuple[Remembering, str, Tensor]]] = {}
+    by_device: dict[torch.device, list[tuple[HasStates, str, Tensor]]] = {}
     for layer in layers:
         plan = layer.passes.plan
         layer.passes.fresh = plan.fresh if plan is not None else ()

@@ -282,10 +282,10 @@ def _as_they_are(x: Tensor, weight: Tensor, shapes: Shapes) -> list[Unwritten]:
     """The encoded tensors among these that backward needs."""
     records = []
     if shapes.needs_dx and isinstance(weight, QuantizedTensor):
-        of = weight.place, weight.shape, weight.writes, weight.writes.count
+        of = weight.title, weight.shape, weight.writes, weight.writes.count
         records.append(Unwritten("a weight", *of, ref(weight), write_stamp(weight)))
     if shapes.needs_dw and isinstance(x, QuantizedTensor):
-        records.append(Unwritten("an input", x.place, x.shape, x.writes, x.writes.count))
+        records.append(Unwritten("an input", x.title, x.shape, x.writes, x.writes.count))
     return records
 
 

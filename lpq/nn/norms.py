@@ -458,8 +458,8 @@ def bind_norm(
             else:
                 ((of_row, of_col, measured, given),) = encoding.run((x, *rows, *columns), (state or (),), (None,))
                 value = given if value is None else value
-            of_side = None if encoding.col is None else encoding.col.over(of_col)
-            encoded: Any = WithValue(encoding.row.over(of_row), of_side, group.plan.x, shape, dtype)
+            of_side = None if encoding.col is None else encoding.col.storage(of_col)
+            encoded: Any = WithValue(encoding.row.storage(of_row), of_side, group.plan.x, shape, dtype)
             encoded.operand_cache = group.plan.x, of_row, of_col, None
             if encoder is not None:
                 encoded.operand_cache = group.plan.x, of_row, (*kept, *measured), ColumnOfNorm(encoder, version)

@@ -170,7 +170,7 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
         if quantizer is not None and why_uncut(quantizer, weight.shape[0], ranks or 1, stack) is None:
             gather.rounded = not weight.is_meta
             weight = quantizer.quantize(weight, col=not derives_col(quantizer), stack=stack)
-            weight.place = f"{name}.weight".strip(".")
+            weight.title = f"{name}.weight".strip(".")
         else:
             weight = as_shard(weight)
         replaced = layer.weight

@@ -45,7 +45,7 @@ class StaticValues:
     """The values of the buffers that a layer uses in place of measured statistics when it encodes its input."""
 
     def __init__(self) -> None:
-        self._as_they_were: tuple[object, ...] = ()
+        self._stamps: tuple[object, ...] = ()
         self._values: tuple[float, ...] = ()
 
     def read(self, state: State) -> tuple[object, ...]:
@@ -54,19 +54,19 @@ class StaticValues:
         buffers = [local_part(buffer) for buffer in state.values()]
         if any(b.is_inference() for b in buffers):
             return (object(),)
-        as_they_are = tuple((b.data_ptr(), version_of(b)) for b in buffers)
-        if as_they_are != self._as_they_were:
+        stamps = tuple((b.data_ptr(), version_of(b)) for b in buffers)
+        if stamps != self._stamps:
             self._values = tuple(float(value) for buffer in buffers for value in buffer.flatten().tolist())
-            self._as_they_were = as_they_are
+            self._stamps = stamps
         return self._values
 
 
 class KnownInput(weakref.ref[Tensor]):
     """A tensor that was encoded."""
 
-    __slots__ = ("as_it_was", "by", "value")
+    __slots__ = ("by", "stamp", "value")
 
-    as_it_was: tuple[object, ...]
+    stamp: tuple[object, ...]
     by: set[int]
     """The layers that have had it, each by its ``id``. One that asks again is in another pass, before which the tensor
     may have been written to by other means than autograd counts."""
@@ -127,7 +127,7 @@ class LastInput(EncodedInputs):
         """Return the encoded input that was made of this very tensor in this way, if the tensor has not changed
         since."""
         for entry in [*self.values()]:
-            if entry() is x and entry.as_it_was == _as_it_is(x, how) and layer not in entry.by:
+            if entry() is x and entry.stamp == _input_stamp(x, how) and layer not in entry.by:
                 entry.by.add(layer)
                 value: EncodedInput = entry.value
                 return value
@@ -137,12 +137,12 @@ class LastInput(EncodedInputs):
         """Keep an encoded input until its tensor dies, or another one is kept."""
         key = object()
         entry = KnownInput(x, partial(self.pop, key))
-        entry.as_it_was, entry.value, entry.by = _as_it_is(x, how), value, {layer}
+        entry.stamp, entry.value, entry.by = _input_stamp(x, how), value, {layer}
         self.clear()
         self[key] = entry
 
 
-def _as_it_is(x: Tensor, how: tuple[object, ...]) -> tuple[object, ...]:
+def _input_stamp(x: Tensor, how: tuple[object, ...]) -> tuple[object, ...]:
     return (version_of(x), x.data_ptr(), torch.is_grad_enabled(), *how)
 
 
@@ -167,7 +167,7 @@ class SharedInputs(EncodedInputs):
             stream = cuda.current_stream(x.get_device())
         if x.is_inference():
             return encoder.encode(x, state, None)
-        as_it_is = (version_of(x), x.data_ptr(), stream, *static)
+        stamp = (version_of(x), x.data_ptr(), stream, *static)
         row, later = encoder.row, encoder.later is not None
         col = (encoder.col, encoder.derived, later)
         for entry in [*self.values()]:
@@ -176,7 +176,7 @@ class SharedInputs(EncodedInputs):
                     self.pop(same, None)
                 break
         for entry in [*self.values()]:
-            if entry() is x and entry.as_it_was == as_it_is:
+            if entry() is x and entry.stamp == stamp:
                 known_row, known_col, (of_row, of_col) = entry.value
                 if known_row == row and (encoder.col is None or known_col == col):
                     entry.by.add(layer)
@@ -191,7 +191,7 @@ class SharedInputs(EncodedInputs):
                 self.pop(oldest, None)
             key = object()
             entry = KnownInput(x, partial(self.pop, key))
-            entry.as_it_was, entry.value, entry.by = as_it_is, (row, col, (of_row, of_col)), {layer}
+            entry.stamp, entry.value, entry.by = stamp, (row, col, (of_row, of_col)), {layer}
             self[key] = entry
         if encoder.col is None:
             return of_row, (), ()

@@ -183,7 +183,7 @@ def buffers(how: HowEncoded, tensors: Sequence[Tensor], down: int = 0, across: i
     for direction, side, _, is_made in how.sides:
         if is_made:
             assert row is not None
-            source = row.storage.wrap(both[0][0], row, (rows.shape[0], rows.shape[1]), rows.dtype)
+            source = row.storage.from_tensors(both[0][0], row, (rows.shape[0], rows.shape[1]), rows.dtype)
             recalled = [next(of_state) if is_there else None for is_there in how.recalled]
             values = decode(source, torch.float32)
             found += quantized(values, recalled or None, None, side, seed, down, across=across)[1]
@@ -209,7 +209,7 @@ def _of_side(side: Side, matrix: Tensor, rest: Iterator[Tensor]) -> EncodedRows:
     quantizer = side.quantizer
 
     def storage() -> Storage:
-        return quantizer.storage.wrap(
+        return quantizer.storage.from_tensors(
             [*islice(rest, len(quantizer.layout))], quantizer, (matrix.shape[0], matrix.shape[1]), matrix.dtype
         )
 
@@ -231,7 +231,7 @@ def _nearest(side: Side, matrix: Tensor, x: Tensor, stats: Mapping[str, Tensor])
         return decode_rotated(quantizer.encode(x, stats).bind(quantizer, shape, x.dtype))
     row, col = (alike, None) if side.direction == "row" else (None, alike)
     of_row, of_col, _ = quantized(matrix if col is None else matrix.t(), [*stats.values()], row, col)
-    return decode_rotated(alike.storage.wrap([*of_row, *of_col], alike, shape, matrix.dtype))
+    return decode_rotated(alike.storage.from_tensors([*of_row, *of_col], alike, shape, matrix.dtype))
 
 
 def _bounds(tensor: Observed, how: HowEncoded, most: int, turn: int) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 A ``KernelSpec`` may name, beside its ``impl``, a function that takes such a task and returns a function of the tensors.
 All that depends on shapes, dtypes, devices and options is decided, checked and packed there, once. A step then
-allocates and launches. ``unbound`` makes the ``impl`` from it.
+allocates and launches. ``cached_by_shape`` makes the ``impl`` from it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from lpq.operations.exact_form import Form, Multiplicand, form_of
 from lpq.operations.format_calls import transpose_reference
 from lpq.operations.inputs import as_matrix
 from lpq.operations.references import gemm_reference, quantize_reference
+from lpq.registry.former_names import former
 from lpq.torch_private import cuda
 
 OUT_ALIGNED = 256
@@ -105,13 +106,17 @@ class Operand(NamedTuple):
         """Whether it is of rows in groups; the last of its buffers then has the ends of the groups."""
         return self.sections is not None and not self.sections.stack
 
-    def over(self, tensors: Sequence[Tensor]) -> Storage:
+    def storage(self, tensors: Sequence[Tensor]) -> Storage:
         """The operand that has these buffers."""
         quantizer, shape, dtype, form = self[:4]
         if form is None:
-            storage: Storage = quantizer.storage.wrap(tensors, quantizer, shape, dtype)
+            storage: Storage = quantizer.storage.from_tensors(tensors, quantizer, shape, dtype)
             return storage
-        return Multiplicand.over(tensors, form.constant, quantizer, shape, dtype)
+        return Multiplicand.from_matrix(tensors, form.constant, quantizer, shape, dtype)
+
+    def over(self, tensors: Sequence[Tensor]) -> Storage:
+        """The former name of ``storage``."""
+        return former("Operand.over", Operand.storage)(self, tensors)
 
     def grouped(self, tensors: Sequence[Tensor]) -> Operand:
         """The operand of rows in groups with these buffers. The last tensor has the ends of the groups."""
@@ -124,7 +129,7 @@ class Operand(NamedTuple):
         pieces = [piece(b, t, number, at, rows, cols, dim) for b, t in zip(side.layout, self.tensors, strict=True)]
         if not side.plain:
             pieces = [b.laid(t) for b, t in zip(side.layout, pieces, strict=True)]
-        storage: Storage = side.storage.wrap(pieces, side, (rows, cols), self.dtype)
+        storage: Storage = side.storage.from_tensors(pieces, side, (rows, cols), self.dtype)
         return storage
 
 
@@ -220,7 +225,7 @@ def aligned(bind: Callable[[Encoding], Encode | None], e: Encoding) -> Run:
     return run
 
 
-def unbound(bind: Callable[[Encoding], Encode | None]) -> Callable[..., list[Tensor]]:
+def cached_by_shape(bind: Callable[[Encoding], Encode | None]) -> Callable[..., list[Tensor]]:
     """Make the ``impl`` of a ``quantize`` that binds. The bound functions of the last few shapes are kept."""
     bound = bound_once(partial(aligned, bind))
 
@@ -249,7 +254,7 @@ def unbound(bind: Callable[[Encoding], Encode | None]) -> Callable[..., list[Ten
 def operand_of(tensors: Sequence[Tensor], text: str, shape: Sequence[int], dtype: torch.dtype) -> Storage:
     """The operand of these tensors, as an operator gets it."""
     check_there(tensors[0])
-    return Operand.of_text(text, len(tensors), shape, dtype).over(tensors)
+    return Operand.of_text(text, len(tensors), shape, dtype).storage(tensors)
 
 
 def operand_like(storage: Storage) -> Operand:
@@ -260,8 +265,8 @@ def operand_like(storage: Storage) -> Operand:
     return Operand(storage.quantizer, storage.shape, storage.dtype, form)
 
 
-def unbound_product(bind: Callable[[Product], Multiply | None]) -> Callable[..., Tensor]:
-    """Make the ``impl`` of a ``gemm`` that binds, as ``unbound`` does."""
+def cached_product(bind: Callable[[Product], Multiply | None]) -> Callable[..., Tensor]:
+    """Make the ``impl`` of a ``gemm`` that binds, as ``cached_by_shape`` does."""
     bound = bound_once(bind)
 
     def gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool = False) -> Tensor:
@@ -277,8 +282,8 @@ def unbound_product(bind: Callable[[Product], Multiply | None]) -> Callable[...,
     return gemm
 
 
-def unbound_transpose(bind: Callable[[Operand, torch.device], Transpose]) -> Callable[[Storage], Storage]:
-    """Make the ``impl`` of a ``transpose`` that binds, as ``unbound`` does."""
+def cached_transpose(bind: Callable[[Operand, torch.device], Transpose]) -> Callable[[Storage], Storage]:
+    """Make the ``impl`` of a ``transpose`` that binds, as ``cached_by_shape`` does."""
     bound = bound_once(bind)
 
     def transpose(operand: Storage) -> Storage:
@@ -286,10 +291,15 @@ def unbound_transpose(bind: Callable[[Operand, torch.device], Transpose]) -> Cal
         (rows, cols), quantizer, device = operand.shape, operand.quantizer, operand.device
         if not rows or not cols:
             return transpose_reference(operand).map(torch.clone)
-        turned = quantizer.storage.empty(quantizer, (cols, rows), operand.dtype, device)
+        transposed = quantizer.storage.empty(quantizer, (cols, rows), operand.dtype, device)
         turn = bound(operand_like(operand), device)
         with on_device(device):
-            turn([t.contiguous() for t in operand.tensors()], turned.tensors())
-        return turned
+            turn([t.contiguous() for t in operand.tensors()], transposed.tensors())
+        return transposed
 
     return transpose
+
+
+unbound = former("lpq.operations.binding.unbound", cached_by_shape)
+unbound_product = former("lpq.operations.binding.unbound_product", cached_product)
+unbound_transpose = former("lpq.operations.binding.unbound_transpose", cached_transpose)

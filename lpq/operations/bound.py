@@ -103,7 +103,7 @@ def bind_product(p: Product) -> Multiply:
     if bound is not None:
         return bound
     impl = gemm_reference if choice.bind is not None else choice.impl or gemm_reference
-    return lambda left, right, bias: impl(a.over(left), b.over(right), bias, dtype, fast)
+    return lambda left, right, bias: impl(a.storage(left), b.storage(right), bias, dtype, fast)
 
 
 def bind_writing(p: Product) -> Callable[[Sequence[Tensor], Sequence[Tensor], Tensor | None, Tensor], None]:

@@ -51,7 +51,7 @@ def derive_col(quantizer: Quantizer, row: Storage) -> Storage:
             with on_device(row.device):
                 buffers = recode(row.tensors())
             rows, cols = row.shape
-            return Operand(quantizer.side("col"), (cols, rows), row.dtype).over(buffers)
+            return Operand(quantizer.side("col"), (cols, rows), row.dtype).storage(buffers)
     _, col, _ = quantize(decode(row, torch.float32), None, None, quantizer.side("col"))
     assert col is not None
     return col.astype(row.dtype)  # it stands for the tensor, not for the decoded values
@@ -64,7 +64,7 @@ def bind_derive(
     rows, cols = row.shape
 
     def derived(buffers: Sequence[Tensor]) -> Sequence[Tensor]:
-        return derive_col(quantizer, row.over(buffers)).tensors()
+        return derive_col(quantizer, row.storage(buffers)).tensors()
 
     if rows * cols == 0 or torch.compiler.is_compiling():
         return derived

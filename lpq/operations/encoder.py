@@ -68,8 +68,8 @@ class Encoder(NamedTuple):
 
     def storages(self, row: Sequence[Tensor], col: Sequence[Tensor]) -> tuple[Storage | None, Storage | None]:
         """The operands over these buffers; None for an operand that it does not make."""
-        of_row = None if self.row is None else self.row.over(row)
-        return of_row, None if self.col is None else self.col.over(col)
+        of_row = None if self.row is None else self.row.storage(row)
+        return of_row, None if self.col is None else self.col.storage(col)
 
 
 class KnownStats(NamedTuple):
@@ -273,7 +273,7 @@ def column_of(
         if in_groups:
             x, offs = dense(row.grouped(buffers), buffers[-1], torch.float32, rotated=False), buffers[-1:]
         else:
-            x, offs = decode(row.over(buffers), torch.float32), ()
+            x, offs = decode(row.storage(buffers), torch.float32), ()
         _, col_buffers, stats = second.encode(x, statistics, seed, *offs)
         if is_encoded:
             col_buffers = *for_dtype(layout, col_buffers[: len(layout)], spec.dtype), *offs

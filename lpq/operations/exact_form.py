@@ -52,7 +52,7 @@ class Multiplicand(Storage):
     form: Exact
 
     @classmethod
-    def over(
+    def from_matrix(
         cls, tensors: Sequence[Tensor], constant: float, quantizer: Quantizer, shape: tuple[int, ...],
         dtype: torch.dtype,
     ) -> Self:  # fmt: skip

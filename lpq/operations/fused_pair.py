@@ -33,7 +33,7 @@ from lpq.kernels.tiles import (
     tile_kernels,
     tiles,
 )
-from lpq.operations.binding import Encode, Encoded, Encoding, unbound
+from lpq.operations.binding import Encode, Encoded, Encoding, cached_by_shape
 from lpq.operations.exact_form import Form
 from lpq.operations.sides import shared
 
@@ -212,7 +212,7 @@ def bind(e: Encoding) -> Encode | None:
     return pair.bind(e) if pair is not None else None
 
 
-quantize = unbound(bind)
+quantize = cached_by_shape(bind)
 
 
 def exact_forms(

@@ -57,7 +57,7 @@ def through_operators(p: Product) -> Multiply:
     how = a.quantizer.text, b.quantizer.text, a.shape, b.shape, a.dtype, b.dtype, p.dtype, p.fast_accumulate
 
     def multiply(left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        (*first, offs), second = left, list(right[:-1]) if a.dim else b.over(right).tensors()
+        (*first, offs), second = left, list(right[:-1]) if a.dim else b.storage(right).tensors()
         return cast("Tensor", torch.ops.lpq.multiply_groups(first, second, offs, bias, *how))
 
     return multiply
@@ -77,7 +77,7 @@ def _by_kernel(p: Product) -> Run | None:
     impl, otherwise = choice.impl, group_tiles.bind_product(p)
 
     def run(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
-        product: Tensor | None = impl(a.grouped(left), b.grouped(right) if a.dim else b.over(right), left[-1], fast)
+        product: Tensor | None = impl(a.grouped(left), b.grouped(right) if a.dim else b.storage(right), left[-1], fast)
         return otherwise(left, right) if product is None else product
 
     return run
@@ -97,7 +97,7 @@ def sections_of(p: Product) -> Sections:
     return p.a.sections
 
 
-def unbound(bind: Callable[[Product], Run | None]) -> Callable[..., Tensor | None]:
+def cached_by_shape(bind: Callable[[Product], Run | None]) -> Callable[..., Tensor | None]:
     """Make the ``impl`` of a ``grouped_gemm`` that binds. The bound functions of the last few shapes are kept."""
     bound = bound_once(bind)
 
@@ -127,7 +127,7 @@ def multiply_reference(p: Product, left: Sequence[Tensor], right: Sequence[Tenso
         begins = starts(ends, unit(b.quantizer, 1))
         others = {i: b.group(i, start, stop, begins[i]) for i, start, stop in groups}
     else:
-        stack = p.b.over(right)
+        stack = p.b.storage(right)
         out = left[0].new_zeros((a.shape[0], stack.shape[1]), dtype=p.dtype)
         others = dict(enumerate(matrices(stack)))
     begins = starts(ends, unit(a.quantizer, a.dim))

@@ -54,7 +54,7 @@ def dense(a: Operand, offs: Tensor, dtype: torch.dtype, *, rotated: bool) -> Ten
         values = a.tensors[0] if a.dim == 0 else a.tensors[0].t()
         return values.to(dtype).contiguous()
     if a.dim == 0 and step == 1 and not spans(side, 0) and not rotated:  # each row where it lies
-        return decode(side.storage.wrap(a.tensors, side, a.shape, a.dtype), dtype)
+        return decode(side.storage.from_tensors(a.tensors, side, a.shape, a.dtype), dtype)
     ends, index = offs.long(), torch.arange(rows, device=offs.device)
     group = torch.searchsorted(ends, index, right=True).clamp(max=len(ends) - 1)
     if a.dim == 0 and step == 1 and not rotated:
@@ -76,7 +76,7 @@ def _decoded(a: Operand, last: Tensor, step: int, dtype: torch.dtype, rotated: b
 
     def storage(height: int, buffers: Sequence[Tensor]) -> Storage:
         shape = (height, a.shape[1]) if dim == 0 else (a.shape[0], height)
-        operand: Storage = side.storage.wrap(buffers, side, shape, a.dtype)
+        operand: Storage = side.storage.from_tensors(buffers, side, shape, a.dtype)
         return operand
 
     if not spans(side, dim):
@@ -153,7 +153,7 @@ def _stack_in_bf16(stack: Storage, rotated: bool) -> Tensor:
     quantizer, shape, dtype = stack.quantizer, stack.shape[1:], stack.dtype
 
     def one(*buffers: Tensor) -> Tensor:
-        matrix: Storage = quantizer.storage.wrap(buffers, quantizer, shape, dtype)
+        matrix: Storage = quantizer.storage.from_tensors(buffers, quantizer, shape, dtype)
         return matrix.decode_rotated().bfloat16()
 
     return _of_each(one, stack.tensors())
@@ -223,10 +223,10 @@ def bind_product(p: Product) -> Callable[[Sequence[Tensor], Sequence[Tensor]], T
     rotated = a.quantizer.basis == b.quantizer.basis and a.quantizer.basis is not None
     rows = None if rotated else _bind_rows(a, p.device)
     if rows is None:
-        return lambda left, right: multiply_rows(a.grouped(left), b.over(right), left[-1], rotated=rotated)
+        return lambda left, right: multiply_rows(a.grouped(left), b.storage(right), left[-1], rotated=rotated)
 
     def multiply(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
-        stack = _stack_in_bf16(b.over(right), rotated=False)
+        stack = _stack_in_bf16(b.storage(right), rotated=False)
         return grouped_mm(rows(left), stack.transpose(-2, -1), offs=left[-1])
 
     return multiply
@@ -257,7 +257,7 @@ def _bind_whole(a: Operand, shape: tuple[int, int], device: torch.device) -> Cal
     side = a.quantizer
     impl = choose("decode", (side.text,), device).impl
     decoded: Callable[[Storage, torch.dtype], Tensor] = decode if impl is None else impl
-    return lambda tensors: decoded(side.storage.wrap(tensors[:-1], side, shape, a.dtype), torch.bfloat16)
+    return lambda tensors: decoded(side.storage.from_tensors(tensors[:-1], side, shape, a.dtype), torch.bfloat16)
 
 
 def bind_padded_ends(unit: int, device: torch.device) -> Callable[[Tensor], Tensor]:

@@ -34,8 +34,8 @@ def multiplicands(
         both = torch.ops.lpq.multiplicands(x, *texts, seed, *exact, layout_hash(*texts))
     at = len(row.layout) if forms[0] is None else 1 + forms[0].factor
     return (
-        Operand(row, (rows, cols), x.dtype, forms[0]).over(both[:at]),
-        Operand(col, (cols, rows), x.dtype, forms[1]).over(both[at:]),
+        Operand(row, (rows, cols), x.dtype, forms[0]).storage(both[:at]),
+        Operand(col, (cols, rows), x.dtype, forms[1]).storage(both[at:]),
     )
 
 

@@ -100,6 +100,6 @@ def product_through_operators(p: Product) -> Multiply:
     a, b, dtype, fast = p.a, p.b, p.dtype, p.fast_accumulate
 
     def multiply(left: Sequence[Tensor], right: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        return gemm(a.over(left), b.over(right), bias=bias, dtype=dtype, fast_accumulate=fast, in_a_pass=True)
+        return gemm(a.storage(left), b.storage(right), bias=bias, dtype=dtype, fast_accumulate=fast, in_a_pass=True)
 
     return multiply

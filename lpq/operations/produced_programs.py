@@ -147,9 +147,9 @@ def _tile(outputs: Sequence[SourceOutput | None]) -> tuple[int, int]:
     """The rows and columns of a tile that has whole blocks of each operand."""
     high = wide = LEAST
     for output in outputs:
-        for program, turned in ((output.row, False), (output.col, True)) if output is not None else ():
+        for program, transposed in ((output.row, False), (output.col, True)) if output is not None else ():
             if program is not None:
-                down, across = program.block[::-1] if turned else program.block
+                down, across = program.block[::-1] if transposed else program.block
                 high, wide = max(high, down), max(wide, across)
     return high, wide
 

@@ -39,8 +39,8 @@ def quantize(
     *count, rows, cols = x.shape
     dtype = dtype or x.dtype
     return (
-        None if row is None else row.storage.wrap(of_row, row, (*count, rows, cols), dtype),
-        None if col is None else col.storage.wrap(of_col, col, (*count, cols, rows), dtype),
+        None if row is None else row.storage.from_tensors(of_row, row, (*count, rows, cols), dtype),
+        None if col is None else col.storage.from_tensors(of_col, col, (*count, cols, rows), dtype),
         measured,
     )
 

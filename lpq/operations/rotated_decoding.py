@@ -15,5 +15,5 @@ def decode_rotated(operand: Storage, dtype: torch.dtype = torch.float32) -> Tens
     quantizer, (_, cols) = operand.quantizer, operand.shape
     alike = quantizer.without_rotation if quantizer.whole(cols) else None
     if alike is not None:
-        operand = operand.wrap(operand.tensors(), alike, operand.shape, operand.dtype)
+        operand = operand.from_tensors(operand.tensors(), alike, operand.shape, operand.dtype)
     return decode(operand, dtype) if operand.quantizer.basis is None else operand.decode_rotated().to(dtype)

@@ -24,14 +24,14 @@ def transpose(operand: Storage) -> Storage:
     if quantizer.plain:
         if not is_stack(operand.shape):
             return transpose_reference(operand)
-        return operand.wrap([operand.tensors()[0].transpose(-2, -1)], quantizer, shape, operand.dtype)
+        return operand.from_tensors([operand.tensors()[0].transpose(-2, -1)], quantizer, shape, operand.dtype)
     first = operand.tensors()[0]
     if can_call_directly(first):
         check_there(first)
         return _transposed(operand)
     text = quantizer.text
     out = torch.ops.lpq.transpose(operand.tensors(), text, operand.shape, operand.dtype, layout_hash(text))
-    return quantizer.storage.wrap(out, quantizer, shape, operand.dtype)
+    return quantizer.storage.from_tensors(out, quantizer, shape, operand.dtype)
 
 
 def _transposed(operand: Storage) -> Storage:
@@ -44,9 +44,9 @@ def _transposed(operand: Storage) -> Storage:
     if impl is not None:
         result: Storage = impl(operand)
         return result
-    turned = transpose_reference(operand)
-    buffers = unaliased(turned.tensors(), operand.tensors())
-    return turned.wrap(buffers, turned.quantizer, turned.shape, turned.dtype)
+    result = transpose_reference(operand)
+    buffers = unaliased(result.tensors(), operand.tensors())
+    return result.from_tensors(buffers, result.quantizer, result.shape, result.dtype)
 
 
 def _transpose(

@@ -39,7 +39,7 @@ class LeastKept(NamedTuple):
 def rounded(quantizer: Quantizer, x: Tensor) -> Tensor:
     """Encode a matrix, and return the values that it decodes to, by the reference, whatever kernels are asked for."""
     buffers = quantize_reference(x, measure_reference(x, quantizer, None), quantizer, None, None, 0, False)
-    operand = quantizer.storage.wrap(buffers, quantizer, tuple(x.shape), x.dtype)
+    operand = quantizer.storage.from_tensors(buffers, quantizer, tuple(x.shape), x.dtype)
     return decode_reference(operand, torch.float32)
 
 

@@ -214,7 +214,7 @@ def _t(t: QuantizedTensor) -> Any:
     window = _window(t)
     apart = window.apart and t.amax_group is None  # the view has no group for the other shards
     view.window, view.writes = replace(window, flipped=not window.flipped, apart=apart), t.writes
-    view.place = t.place
+    view.title = t.title
     return view
 
 
@@ -393,7 +393,7 @@ def _decode_and_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     warn(  # Python shows the same text from the same place once
         f"{func} has no form on the buffers of {tensors[0].quantizer if tensors else 'a quantized tensor'}: "
         f"it runs on the decoded tensor, in high precision{copy}. Where that is meant, call it on "
-        f"dequantize(){AVERAGE if tensors and tensors[0].place and func in AVERAGING else ''}",
+        f"dequantize(){AVERAGE if tensors and tensors[0].title and func in AVERAGING else ''}",
         PrecisionWarning,
     )
     return cast("Any", func(*args, **kwargs))

@@ -46,7 +46,7 @@ class Finite:
                 sums = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
                 event = torch.Event(device)
                 event.record()
-            weights = [(target.place or f"a {list(target.shape)} tensor", target.writes) for target, _ in pairs]
+            weights = [(target.title or f"a {list(target.shape)} tensor", target.writes) for target, _ in pairs]
             self._pending.append(_Sums(weights, sums, event))
         pending, self._pending = self._pending, []
         for of in pending:

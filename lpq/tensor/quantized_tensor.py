@@ -24,6 +24,7 @@ from lpq.formats.sections import along, is_stack
 from lpq.operations.decoding import decode
 from lpq.operations.derived_operands import derive_col, derives_col
 from lpq.operations.transposing import transpose
+from lpq.registry.former_names import former
 from lpq.registry.showing import preformatted
 from lpq.registry.warning import warn
 from lpq.tensor.fsdp_protocol import Gathered
@@ -96,7 +97,7 @@ class QuantizedTensor(Gathered, Tensor):
     """Where a view lies, if it is transposed or a view of a part; else None."""
     writes: Writes
     """The count of the writes to it, which its views share."""
-    place: str
+    title: str
     """The name in error messages: the name of the parameter in the converted model, or empty. Views and copies keep it.
     It is neither saved nor passed to a compiler, which would compile each layer apart for it."""
 
@@ -141,7 +142,7 @@ class QuantizedTensor(Gathered, Tensor):
                 cls, shape, dtype=dtype, device=operand.device, requires_grad=requires_grad
             )
         self.stored, self.quantizer, self.amax_group = (row, col), quantizer, amax_group
-        self.window, self.writes, self.place, self.owner = None, Writes(), "", None
+        self.window, self.writes, self.title, self.owner = None, Writes(), "", None
         # As attributes, which a compiler's guards read many of in each step, and not by a function of Python. No method
         # is called before: a compiler that traces it would ask for them.
         attributes = self.__dict__
@@ -152,7 +153,7 @@ class QuantizedTensor(Gathered, Tensor):
         return self
 
     @classmethod
-    def over(
+    def from_tensors(
         cls,
         tensors: Sequence[Tensor],
         sides: Iterable[tuple[Direction, Quantizer, Sequence[int], torch.dtype]],
@@ -166,10 +167,12 @@ class QuantizedTensor(Gathered, Tensor):
         operands: dict[Direction, Storage] = {}
         for direction, side, matrix, stored in sides:
             count = len(side.layout)
-            operands[direction] = side.storage.wrap(tensors[:count], side, tuple(matrix), stored)
+            operands[direction] = side.storage.from_tensors(tensors[:count], side, tuple(matrix), stored)
             tensors = tensors[count:]
         row, col = operands.get("row"), operands.get("col")
         return cls(row, col, quantizer, torch.Size(shape), dtype, amax_group=amax_group)
+
+    over = former("QuantizedTensor.over", from_tensors)
 
     @property
     def write_count(self) -> int:
@@ -183,7 +186,7 @@ class QuantizedTensor(Gathered, Tensor):
     @property
     def whose(self) -> str:
         """The beginning of messages about it."""
-        return f"{self.place}: " if self.place else ""
+        return f"{self.title}: " if self.title else ""
 
     def attached(self) -> bool:
         """Whether the group of a shard is attached. Its layer finds the group once FSDP2 has sharded it."""
@@ -251,7 +254,7 @@ class QuantizedTensor(Gathered, Tensor):
     ) -> QuantizedTensor:
         """A tensor like this one, over other operands."""
         tensor = QuantizedTensor(row, col, self.quantizer, shape, dtype, amax_group=self.amax_group)
-        tensor.place, tensor.owner, tensor.is_data = self.place, self.owner, self.is_data
+        tensor.title, tensor.owner, tensor.is_data = self.title, self.owner, self.is_data
         return tensor
 
     def map(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
@@ -328,7 +331,7 @@ class QuantizedTensor(Gathered, Tensor):
     ) -> QuantizedTensor:
         quantizer, sides, dtype, group = context
         tensors = [inner[f"{direction}_{b.name}"] for direction, side, *_ in sides for b in side.layout]
-        return QuantizedTensor.over(tensors, sides, quantizer, outer_size, dtype, group.value)
+        return QuantizedTensor.from_tensors(tensors, sides, quantizer, outer_size, dtype, group.value)
 
     def __coerce_same_metadata_as_tangent__(self, expected: Any, kind: Any = None) -> Tensor:
         """Refuse to be the gradient of an output of compiled code, which was traced for another one."""

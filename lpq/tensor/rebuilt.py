@@ -60,7 +60,7 @@ def operands_of(quantizer: Any, sides: Any, shape: Any, dtype: Any) -> dict[str,
         tensors = [_buffer(direction, b, buffers[b.name], expected_shape, b.dtype or stored) for b in side.layout]
         if len({t.device for op in operands.values() for t in op.tensors()} | {t.device for t in tensors}) > 1:
             raise _damaged("its buffers are on several devices")
-        operands[direction] = side.storage.wrap(tensors, side, expected_shape, stored)
+        operands[direction] = side.storage.from_tensors(tensors, side, expected_shape, stored)
     return operands
 
 

@@ -61,7 +61,7 @@ def _wrap(
     dtype: torch.dtype,
 ) -> QuantizedTensor:
     operands = [(direction, registry.quantizer(text), matrix, stored) for direction, text, matrix, stored in sides]
-    return QuantizedTensor.over(tensors, operands, registry.quantizer(quantizer), shape, dtype)
+    return QuantizedTensor.from_tensors(tensors, operands, registry.quantizer(quantizer), shape, dtype)
 
 
 _wrap_in_graph = opaque_when_traced(_wrap)

@@ -128,7 +128,7 @@ def _views(stats: Sequence[Tensor]) -> list[Tensor]:
 def fresh(operand: Storage) -> Storage:
     """The operand as encoding leaves it in memory."""
     buffers = [b.laid(t) for b, t in zip(operand.quantizer.layout, operand.tensors(), strict=True)]
-    return operand.wrap(buffers, operand.quantizer, operand.shape, operand.dtype)
+    return operand.from_tensors(buffers, operand.quantizer, operand.shape, operand.dtype)
 
 
 def parts(sides: Sequence[Quantizer], device: str) -> list[Storage]:

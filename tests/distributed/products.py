@@ -29,7 +29,7 @@ def multiplied(model: nn.Module) -> Iterator[Products]:
 
         def call(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None) -> Tensor:
             options = {"bias": bias, "dtype": product.dtype, "fast_accumulate": product.fast_accumulate}
-            products.append((product.a.over(a), product.b.over(b), options))
+            products.append((product.a.storage(a), product.b.storage(b), options))
             return run(a, b, bias)
 
         return call

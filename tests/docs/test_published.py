@@ -11,8 +11,8 @@ NAMES = LIST.read_text(encoding="utf-8").split()
 def test_names_of_the_last_release_are_there() -> None:
     gone = [name for name in NAMES if not is_there(name)]
     assert gone == [], (
-        f"pages of the last release name {gone}: keep each for one version, a module in lpq._MOVED and a function with "
-        "a DeprecationWarning that names the new place"
+        f"pages of the last release name {gone}: keep each for one version, a module in lpq.moved.MOVED and a "
+        "function with a DeprecationWarning that names the new place"
     )
 
 

@@ -16,7 +16,7 @@ from lpq.cli.kernels import served
 from lpq.core import Storage
 from lpq.emulation import bf16_gemm as composed
 from lpq.kernels import choose, cublaslt, products
-from lpq.operations.binding import unbound_product
+from lpq.operations.binding import cached_product
 from lpq.operations.exact_form import Exact
 from lpq.registry import FormatSpec, KernelSpec, hookimpl
 from lpq.testing.expect import relative_error
@@ -39,7 +39,7 @@ def exact(operand: Storage) -> Exact:
 
 def wrap(text: str, *buffers: Tensor, shape: tuple[int, int]) -> Storage:
     quantizer = lpq.quantizer(text).side("col")
-    return quantizer.storage.wrap(buffers, quantizer, shape, torch.bfloat16)
+    return quantizer.storage.from_tensors(buffers, quantizer, shape, torch.bfloat16)
 
 
 def same_numbers(got: Tensor, expected: Tensor) -> bool:
@@ -332,7 +332,7 @@ def test_which_sizes_the_scaled_matmul_has_for_blocks(
     right = lpq.quantizer(f"fp8(scaling=block, block={block})").quantize(torch.randn(256, inner), col=False).row
     assert left is not None
     assert right is not None
-    unbound_product(scaled.bind_blocks)(left, right, None, torch.bfloat16, False)
+    cached_product(scaled.bind_blocks)(left, right, None, torch.bfloat16, False)
     (scales,) = called
     assert (scales is not None) == own
     if scales is not None:

@@ -54,7 +54,7 @@ def write(path: Path, found: dict[str, Tensor]) -> None:
             writer.add(name, tensor)
 
 
-def with_tensors(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+def storage(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
     """Write a model's file anew, with other tensors."""
 
     def apply(path: Path) -> None:
@@ -76,7 +76,7 @@ def with_json(name: str, change: Callable[[Any], object]) -> Callable[[Path], No
 
 def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
     """Write a part of one layer anew."""
-    return with_tensors(lambda t: t.update({f"{UP}.{name}": change(t[f"{UP}.{name}"])}))
+    return storage(lambda t: t.update({f"{UP}.{name}": change(t[f"{UP}.{name}"])}))
 
 
 def coded(tensor: Tensor, at: int, code: int) -> Tensor:
@@ -85,7 +85,7 @@ def coded(tensor: Tensor, at: int, code: int) -> Tensor:
 
 
 def without(name: str) -> Callable[[Path], None]:
-    return with_tensors(lambda t: t.pop(name))
+    return storage(lambda t: t.pop(name))
 
 
 def with_config(**entries: Any) -> Callable[[Path], None]:
@@ -194,7 +194,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "missing weight": ("nvfp4", without(f"{UP}.weight"), rf"{UP} has .* lacks weight"),
     "missing norm": ("one", without("blocks.0.norm.weight"), r"have nothing for .*: blocks\.0\.norm\.w"),
     "unknown tensor": (
-        "one", with_tensors(lambda t: t.update({f"{UP}.zero_point": torch.ones(1)})),
+        "one", storage(lambda t: t.update({f"{UP}.zero_point": torch.ones(1)})),
         rf"has no place: {UP}\.zero_point",
     ),
     "shape of a weight": (
@@ -223,7 +223,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
         "mxfp8", changed("weight", lambda t: coded(t, 7, 255)), rf"{UP}\.weight has values that are not finite",
     ),
     "shape of a norm": (
-        "one", with_tensors(lambda t: t.update({"blocks.0.norm.weight": torch.ones(3)})),
+        "one", storage(lambda t: t.update({"blocks.0.norm.weight": torch.ones(3)})),
         r"norm\.weight has shape \[3\]",
     ),
     "codes that nobody announced": (
@@ -390,7 +390,7 @@ def test_another_architecture_is_refused(exported: dict[str, Path], tmp_path: Pa
 def test_a_block_of_rows_with_scales_of_their_own_is_no_square(exported: dict[str, Path], tmp_path: Path) -> None:
     """A scale for 16 rows is written 16 times; where the 16 differ, only a format of single rows has a place."""
     folder = copied(exported["nvfp4"], tmp_path / "x")
-    with_tensors(lambda t: t[f"{UP}.weight_scale"].view(torch.uint8)[3].sub_(1))(folder)
+    storage(lambda t: t[f"{UP}.weight_scale"].view(torch.uint8)[3].sub_(1))(folder)
     with pytest.raises(CheckpointError, match=rf"{UP}: its rows have scales of their own, and nvfp4\(block=16x16\)"):
         lpq.load_quantized(Net(), folder, policy="nvfp4")
     read: Any = lpq.load_quantized(Net(), folder)

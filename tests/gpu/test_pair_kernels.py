@@ -26,7 +26,7 @@ from lpq import operations
 from lpq.core import Quantizer, encode_operands
 from lpq.kernels import choose
 from lpq.operations import fused_pair
-from lpq.operations.binding import unbound
+from lpq.operations.binding import cached_by_shape
 from lpq.operations.fused_pair import TileSide
 from lpq.operations.references import quantize_reference
 from lpq.testing.comparing import Poisoned, check_order
@@ -171,7 +171,7 @@ def test_tiles_in_turn_of_a_row_operand_that_does_not_wait(first: str, second: s
     for shape in ((128 * 6, 128 * 10), (300, 517)):
         x = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
         with Poisoned():  # type: ignore[no-untyped-call]
-            got = unbound(fused_pair.Pair(*taken).bind)(x, [], row, col, seed(), 0, False)
+            got = cached_by_shape(fused_pair.Pair(*taken).bind)(x, [], row, col, seed(), 0, False)
         assert_same(got, quantize_reference(x, [], row, col, seed(), 0, False), f"{first} {second} {shape}")
 
 
@@ -187,6 +187,6 @@ def test_a_format_of_a_third_party_is_made_beside_one_of_ours(tmp_path: Path) ->
     pair = fused_pair.Pair(row_side(tmp_path), ours)
     x = torch.randn(300, 256, device=device, dtype=torch.bfloat16)
     with Poisoned():  # type: ignore[no-untyped-call]
-        got = unbound(pair.bind)(x, [], lpq.quantizer("identity"), nvfp4, None, 0, False)
+        got = cached_by_shape(pair.bind)(x, [], lpq.quantizer("identity"), nvfp4, None, 0, False)
     expected = quantize_reference(x, [], None, nvfp4, None, 0, False)
     assert_same(got, [row_operand(x), *expected], "theirs beside nvfp4")

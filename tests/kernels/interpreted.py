@@ -246,7 +246,7 @@ def test_eden(direction: str) -> None:
     compare("measure", quantizer, (x, *sides), "of all sizes")
     for matrix, dtype in zip((lines, lines.nan_to_num(1, 1)[:, :128]), DTYPES, strict=False):
         made = operations.quantize_reference(matrix, [], quantizer, None, torch.tensor(SEED), 0, False)
-        operand = quantizer.storage.wrap(made, quantizer, (36, matrix.shape[1]), torch.float32)
+        operand = quantizer.storage.from_tensors(made, quantizer, (36, matrix.shape[1]), torch.float32)
         compare("decode", quantizer, (operand, dtype), "of all sizes")
 
 
@@ -269,7 +269,7 @@ def test_other_operations_equal_the_reference(text: str) -> None:
         x = whole if name == "all sizes" else one_tile(whole)
         for side, matrix in ((row, x), (col, x.t())):
             made = operations.quantize_reference(matrix, [], side, None, torch.tensor(SEED), 0, False)
-            operand = side.storage.wrap(made, side, (matrix.shape[0], matrix.shape[1]), x.dtype)
+            operand = side.storage.from_tensors(made, side, (matrix.shape[0], matrix.shape[1]), x.dtype)
             compare("decode", side, (operand, dtype), name)
             if side.transposable:
                 compare("transpose", side, (operand,), name)

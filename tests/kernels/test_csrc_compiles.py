@@ -31,7 +31,7 @@ from lpq.kernels import nvrtc_cache, tiles
 from lpq.kernels.amaxes import MACROS, bind_amaxes
 from lpq.kernels.cuda import CudaKernel
 from lpq.operations import produced_tiles, sectioned
-from lpq.operations.binding import Encoding, Operand, unbound
+from lpq.operations.binding import Encoding, Operand, cached_by_shape
 from lpq.operations.fused_pair import Pair
 from lpq.operations.produced_tiles import SourceOutput
 from lpq.operations.recoding import bind_sides
@@ -212,7 +212,7 @@ def call_pair(
 ) -> None:
     sides = row.side("row"), col.side("col")
     made = [side_of(side, which, op) for side, which, op in zip(sides, ("row", "col"), ops, strict=True)]
-    unbound(Pair(*made).bind)(torch.zeros(SHAPES[0], dtype=dtype), [], *sides, torch.tensor(0), 0, measure)
+    cached_by_shape(Pair(*made).bind)(torch.zeros(SHAPES[0], dtype=dtype), [], *sides, torch.tensor(0), 0, measure)
 
 
 def call_whole_rows() -> None:

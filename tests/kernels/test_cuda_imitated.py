@@ -20,7 +20,7 @@ from lpq.core import Quantizer
 from lpq.kernels import host_to_device, nvrtc_cache, products, tiles
 from lpq.kernels.cuda import CudaKernel
 from lpq.operations import derived_operands
-from lpq.operations.binding import Encoding, operand_like, unbound
+from lpq.operations.binding import Encoding, cached_by_shape, operand_like
 from lpq.operations.derived_operands import Derived
 from lpq.operations.fused_pair import Pair
 from lpq.operations.recoding import bind_sides
@@ -129,7 +129,7 @@ def test_two_formats_from_one_read(first: str, second: str, launched: list[str])
     whole = first == "mxfp8" or second == "mxfp8"  # it takes a second more for each pair
     for x in (of_all_sizes(torch.bfloat16), normal(*RAGGED), *([normal(256, 128)] if whole else [])):
         with Poisoned():
-            got = unbound(pair.bind)(x, [], row, col, seed, 0, False)
+            got = cached_by_shape(pair.bind)(x, [], row, col, seed, 0, False)
         what = f"{first} with {second}, {list(x.shape)}"
         expect_bytes(got, quantize_reference(x, [], row, col, seed, 0, False), what)
     assert "pair" in launched

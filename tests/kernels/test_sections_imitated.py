@@ -202,7 +202,7 @@ def test_columns_of_stacks_that_are_made_of_rows(
     assert several.col is not None
     wanted = [torch.stack(buffers) for buffers in zip(*(one[1] for one in each), strict=True)]
     if decoded:
-        stack = several.col._replace(form=None).over(wanted)
+        stack = several.col._replace(form=None).storage(wanted)
         wanted = [torch.stack([decoded_by(matrix) for matrix in matrices(stack)])]
     expect_bytes(col, wanted, text)
 

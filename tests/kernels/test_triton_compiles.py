@@ -88,13 +88,13 @@ def test_they_compile_to_what_the_references_compute(compiled: tuple[list[str], 
             for sides in ((row, None), (None, col)):
                 eden_triton.quantize(x, [], *sides, seed, 0, False)
             made = quantize_reference(x, [], row, None, seed, 0, False)
-            eden_triton.decode(row.storage.wrap(made, row, (256, 384), x.dtype), torch.bfloat16)
+            eden_triton.decode(row.storage.from_tensors(made, row, (256, 384), x.dtype), torch.bfloat16)
             continue
         kernels.measure(x, row, col)
         kernels.quantize(x, [], row, col, seed, 0, False)
         for side in (row, col):
             made = quantize_reference(x, [], side, None, seed, 0, False)
-            operand = side.storage.wrap(made, side, (256, 384), x.dtype)
+            operand = side.storage.from_tensors(made, side, (256, 384), x.dtype)
             kernels.decode(operand, torch.bfloat16)
             if side.transposable:
                 kernels.transpose(operand)

@@ -23,7 +23,7 @@ from lpq.kernels.cuda import CudaKernel
 from lpq.nn.step import Shapes, bind
 from lpq.nn.traced_step import through_dispatcher
 from lpq.operations import fused_pair, produced_tiles
-from lpq.operations.binding import operand_of, unbound
+from lpq.operations.binding import cached_by_shape, operand_of
 from lpq.operations.encoder import EncoderSpec
 from lpq.operations.exact_form import Exact, Multiplicand
 from lpq.operations.fused_pair import Job, Made, Make, TileSide
@@ -135,7 +135,7 @@ def test_it_returns_what_the_operation_returns(row: str, gpu: list[Any]) -> None
         for stats, measure in itertools.product(([], others, [None] * len(others)), (False, True)):
             expected = operations.quantize_reference(x, stats, *sides, seed, 0, measure)
             gpu.clear()
-            got = unbound(pair.bind)(x, stats, *sides, seed, 0, measure)
+            got = cached_by_shape(pair.bind)(x, stats, *sides, seed, 0, measure)
             assert [(t.shape, t.dtype) for t in got] == [(t.shape, t.dtype) for t in expected]
             assert len({t.data_ptr() for t in got}) == len(got) or not x.numel()
             assert [name for name, _ in gpu].count("pair") == bool(x.numel())
@@ -153,11 +153,11 @@ def test_what_both_need_to_know_is_measured_once(row: str, col: str, kernels: li
     first, second = lpq.quantizer(row).side("row"), lpq.quantizer(col).side("col")
     pair = pair_of(first, second)
     x = torch.randn(256, 384)
-    unbound(pair.bind)(x, [], first, second, None, 0, False)
+    cached_by_shape(pair.bind)(x, [], first, second, None, 0, False)
     assert [name for name, _ in gpu] == kernels
     known = operations.measure_reference(x, first, second)
     gpu.clear()
-    unbound(pair.bind)(x, known, first, second, None, 0, False)
+    cached_by_shape(pair.bind)(x, known, first, second, None, 0, False)
     assert [name for name, _ in gpu] == ["pair"], "all that is needed is given"
 
 
@@ -200,7 +200,7 @@ def test_a_third_partys_format_takes_part(gpu: list[Any], monkeypatch: pytest.Mo
     pair = fused_pair.pair_of("acme", "nvfp4", (False, False), GPU)
     x: Tensor = torch.randn(128, 256, dtype=torch.bfloat16)
     assert pair is not None
-    got = unbound(pair.bind)(x, [], lpq.quantizer("acme"), lpq.quantizer("nvfp4"), None, 0, False)
+    got = cached_by_shape(pair.bind)(x, [], lpq.quantizer("acme"), lpq.quantizer("nvfp4"), None, 0, False)
     assert len(got) == 5
     name, macros = gpu[-1]
     assert name == "pair"

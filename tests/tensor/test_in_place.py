@@ -53,7 +53,7 @@ ARITHMETIC: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("name", ARITHMETIC)
 def test_arithmetic_in_place_is_refused(name: str) -> None:
     weight = stored()
-    weight.place = "blocks.0.up.weight"
+    weight.title = "blocks.0.up.weight"
     before = buffers(weight)
     words = (
         rf"^blocks\.0\.up\.weight: {name.strip()} would compute in place in this .* stored as .*fp8.* rounded at each "

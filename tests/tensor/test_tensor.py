@@ -66,14 +66,14 @@ def test_a_compiler_compares_two_tensors_of_one_layout_at_a_glance(text: str) ->
 def test_messages_name_the_parameter_and_views_and_copies_keep_its_name() -> None:
     t = make("mxfp8", True, True)
     saved, told = pickle.dumps(t), t.__tensor_flatten__()[1]
-    t.place = "0.up.weight"
+    t.title = "0.up.weight"
     assert pickle.dumps(t) == saved
     assert t.__tensor_flatten__()[1] == told  # else a compiler would tell layers apart by their names
     derived = [
         t.detach(), t[:32], t.t(), t.view(-1), t.clone(), t.to(torch.bfloat16), torch.empty_like(t), copy.deepcopy(t),
         t.new_zeros(ROWS // 2, COLS), torch.cat([t[:32], t[32:]]), nn.Parameter(t),
     ]  # fmt: skip
-    assert [d.place for d in derived] == ["0.up.weight"] * len(derived)
+    assert [d.title for d in derived] == ["0.up.weight"] * len(derived)
     with pytest.raises(ValueError, match=r"^0\.up\.weight: a \[256, 384\] tensor .* has no shard of 20 rows"):
         t.new_zeros(20, COLS)
     with pytest.raises(ValueError, match=r"^0\.up\.weight: this tensor, stored as mxfp8, is \[256, 384\]"):

@@ -20,9 +20,9 @@ PUBLISHED = [
 
 @pytest.mark.parametrize(("module", "names"), PUBLISHED, ids=[module for module, _ in PUBLISHED])
 def test_a_published_import_is_that_of_the_module_now(module: str, names: tuple[str, ...]) -> None:
-    old, now = importlib.import_module(module), importlib.import_module(lpq._MOVED[module])
+    old, now = importlib.import_module(module), importlib.import_module(lpq.moved.MOVED[module])
     assert now.__spec__ is not None
-    assert now.__spec__.name == lpq._MOVED[module]
+    assert now.__spec__.name == lpq.moved.MOVED[module]
     for name in names:
         with pytest.warns(
             DeprecationWarning, match=rf"^{module}.{name} will be .* lpq 0.2: import it from {now.__name__}$"
@@ -32,10 +32,10 @@ def test_a_published_import_is_that_of_the_module_now(module: str, names: tuple[
         assert [one.filename for one in warned] == [__file__]
 
 
-@pytest.mark.parametrize("module", sorted(lpq._MOVED))
+@pytest.mark.parametrize("module", sorted(lpq.moved.MOVED))
 def test_each_module_that_moved_has_a_place(module: str) -> None:
     assert importlib.import_module(module).__name__ == module
-    importlib.import_module(lpq._MOVED[module])
+    importlib.import_module(lpq.moved.MOVED[module])
 
 
 @pytest.mark.parametrize("module", ["lpq.core.nothing", "lpq.ops.nothing"])

@@ -31,7 +31,7 @@ def test_a_quantizer_without_rotation_decodes_what_is_stored(side: Quantizer) ->
     alike, operand = there(side.without_rotation, "`without_rotation`"), encode(side, _values(side))
     equal(alike.basis, None, f"the rotation of {alike}, which is {side} without a rotation")
     equal(alike.layout, side.layout, f"the layout of {alike}, which is {side} without a rotation")
-    decoded = operand.wrap(operand.tensors(), alike, operand.shape, operand.dtype).decode()
+    decoded = operand.from_tensors(operand.tensors(), alike, operand.shape, operand.dtype).decode()
     same(decoded, operand.decode_stored()[:, : operand.shape[1]], f"{alike} over the buffers of {side}")
 
 

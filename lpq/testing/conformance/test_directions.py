@@ -77,7 +77,7 @@ def check_transposed(side: Quantizer, x: Tensor, which: str) -> None:
     """The transposed operand of a matrix is the operand of its transpose."""
     rows, cols = x.shape
     operand, expected = encode(side, x), encode(side, x.t())
-    wrapped = side.storage.wrap(operand.tensors(), side, (rows, cols), x.dtype)
+    wrapped = side.storage.from_tensors(operand.tensors(), side, (rows, cols), x.dtype)
     what = f"{side.storage.__name__}.transposed of {which}, beside encoding the transposed matrix"
     for view, how in ((wrapped, ""), (in_views(wrapped), ", of buffers that are transposed views")):
         same_operand(view.transposed().bind(side, (cols, rows), x.dtype), expected, what + how)

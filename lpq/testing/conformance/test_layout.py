@@ -127,7 +127,7 @@ def test_decode_has_the_logical_shape(side: Quantizer, shape: tuple[int, int]) -
     """``decode`` drops the padding and gives fp32, from the declared buffers alone."""
     x = normal(*shape, dtype=torch.bfloat16)
     operand = encode(side, x)
-    again = side.storage.wrap(operand.tensors(), side, shape, x.dtype)
+    again = side.storage.from_tensors(operand.tensors(), side, shape, x.dtype)
     decoded, what = again.decode(), f"{side.storage.__name__}.decode"
     assert tuple(decoded.shape) == shape, f"{what} returned {list(decoded.shape)} for a matrix {list(shape)}"
     assert decoded.dtype == torch.float32, f"{what} returned {decoded.dtype}; it must be float32"

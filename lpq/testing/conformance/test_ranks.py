@@ -181,8 +181,8 @@ def of_part(one: PassCase, bind: BindEncoder, cut: Cut, local: Tensor, group: st
     of_row, of_col, measured = encoder.encode(local, source, seed)
     measured = measured if settle is None else settle([measured])[0]
     operands: dict[Direction, Storage | None] = {
-        "row": None if encoder.row is None else encoder.row.over(of_row),
-        "col": None if encoder.col is None else encoder.col.over(of_col),
+        "row": None if encoder.row is None else encoder.row.storage(of_row),
+        "col": None if encoder.col is None else encoder.col.storage(of_col),
     }
     return seed, Result(operands, one.after([*measured]))
 
@@ -204,7 +204,9 @@ def gathered(
         gathers = [
             (at, OperandGather(operand_like(result.of(at)), dim, cut, group)) for at, dim in one.operands(cut.dim)
         ]
-        return {at: gather.whole.over(gather.finish(gather.begin(result.of(at).tensors()))) for at, gather in gathers}
+        return {
+            at: gather.whole.storage(gather.finish(gather.begin(result.of(at).tensors()))) for at, gather in gathers
+        }
     spec = one.encoder_spec(local)
     part = bind_part(bind, sent_part(spec), cut, group)
     encoder = gathering(part, bind, spec, cut, group, at_once=at_once).alone(group).encoder
@@ -213,10 +215,10 @@ def gathered(
         row, col = encoder.arrive(row, col)
     operands: dict[Direction, Storage] = {}
     if encoder.row is not None:
-        operands["row"] = encoder.row.over(row)
+        operands["row"] = encoder.row.storage(row)
     if encoder.col is not None:
         later = there(encoder.later, "what makes the column operand")
-        operands["col"] = encoder.col.over(later(col if encoder.begin is None else encoder.begin(col)))
+        operands["col"] = encoder.col.storage(later(col if encoder.begin is None else encoder.begin(col)))
     return operands
 
 

@@ -156,7 +156,7 @@ def test_a_fresh_state_is_measured(quantizer: Quantizer) -> None:
         encoder, state = bind(spec), quantizer.new_state()
         of_row, of_col, measured = encoder.encode(x, (), seed)
         for operand, buffers, other in ((encoder.row, of_row, whole.row), (encoder.col, of_col, whole.col)):
-            result = there(operand, f"{quantizer}: an operand").over(buffers)
+            result = there(operand, f"{quantizer}: an operand").storage(buffers)
             same_operand(result, there(other, f"{quantizer}: an operand"), f"{quantizer}, in its first step")
         remember(quantizer, state, [*measured])
         for key, value in state.items():

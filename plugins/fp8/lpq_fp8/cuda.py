@@ -24,14 +24,13 @@ from lpq.kernels.tiles import (
     broadened,
     covering,
     divides,
-    flat,
     is_whole,
     pointer,
     reading,
     tile_kernels,
     tiles,
 )
-from lpq.operations.binding import Encode, Encoded, Encoding, unbound
+from lpq.operations.binding import Encode, Encoded, Encoding, cached_by_shape
 from lpq.operations.line_amaxes import bind_amaxes_of_lines, measure_lines
 from lpq.operations.measuring import measure_reference
 from lpq_fp8.quantizer import FP8Quantizer
@@ -58,7 +57,7 @@ def bind(e: Encoding) -> Encode:
     return (_one_scale if side.transposable else _lines)(e, side)
 
 
-quantize = unbound(bind)
+quantize = cached_by_shape(bind)
 
 
 # ---------------------------------------------------------------------------------- the matrix, or 128x128
@@ -86,7 +85,9 @@ def _one_scale(e: Encoding, side: FP8Quantizer) -> Encode:
     shape = TALL if e.col is not None else SQUARE if square or count > 1 else LOW
     if e.row is not None and e.aligned and e.held is e.dtype:
         shape = broadened(rows, cols, e.held, shape)
-    high, wide = flat(rows, cols) if e.col is None and not square and shape.wide == UNIT else (rows, cols)
+    high, wide = rows, cols
+    if e.col is None and not square and shape.wide == UNIT and cols % UNIT == 0:
+        high, wide = rows * cols // UNIT, UNIT  # rows of one tile, which is then read and written in one piece
     macros = _macros(e.row.dtype if e.row else None, e.col.dtype if e.col else None, square, False)
     macros += ("LPQ_FILLED",) if fills else ()
     launch = ONE_SCALE[shape].bind(

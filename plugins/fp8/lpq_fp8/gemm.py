@@ -13,7 +13,7 @@ from lpq.core import decode
 from lpq.emulation.bf16_gemm import bind as bind_in_bf16
 from lpq.emulation.bf16_gemm import decoded
 from lpq.kernels import cublaslt
-from lpq.operations.binding import Multiply, Operand, Product, unbound_product
+from lpq.operations.binding import Multiply, Operand, Product, cached_product
 from lpq.operations.exact_form import Exact
 from lpq.torch_private.operators import scaled_matmul
 from lpq_fp8.quantizer import FP8Quantizer
@@ -97,7 +97,7 @@ def bind_blocks(p: Product) -> Multiply | None:
     return run
 
 
-gemm, gemm_of_blocks = unbound_product(bind), unbound_product(bind_blocks)
+gemm, gemm_of_blocks = cached_product(bind), cached_product(bind_blocks)
 
 
 def _bind_direct(
@@ -150,11 +150,11 @@ def _block_scales(quantizer: FP8Quantizer) -> tuple[Callable[[Tensor], Tensor], 
             return scale
         return pad(laid(scale), (0, lacking)) if lacking else laid(scale)
 
-    def turned(scale: Tensor) -> Tensor:
+    def transposed(scale: Tensor) -> Tensor:
         lacking = -scale.shape[1] % SCALES_ALIGNED
         return (pad(scale, (0, lacking)) if lacking else scale).t()
 
-    return filled, turned
+    return filled, transposed
 
 
 # ---------------------------------------------------------------------------------------------- in bf16

@@ -18,7 +18,7 @@ from lpq.kernels.cuda import CudaKernel
 from lpq.kernels.fresh import allocator, fresh
 from lpq.kernels.tiles import multiprocessors
 from lpq.operations.binding import Product
-from lpq.operations.group_products import Run, sections_of, unbound
+from lpq.operations.group_products import Run, cached_by_shape, sections_of
 from lpq.operations.group_tiles import bind_padded_ends
 from lpq_fp8.quantizer import FP8Quantizer
 
@@ -86,7 +86,7 @@ def bind(p: Product) -> Run | None:
     return run
 
 
-grouped_gemm = unbound(bind)
+grouped_gemm = cached_by_shape(bind)
 
 
 def _apart(

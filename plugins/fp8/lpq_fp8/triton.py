@@ -258,5 +258,5 @@ def transpose(operand: FP8Storage) -> Storage:
     if not rows or not cols:
         return transpose_reference(operand).map(torch.clone)
     scale = operand.scale.t().clone(memory_format=torch.contiguous_format)
-    turned = FP8Storage(data=transpose_bytes(operand.data), scale=scale)
-    return turned.bind(operand.quantizer, (cols, rows), operand.dtype)
+    transposed = FP8Storage(data=transpose_bytes(operand.data), scale=scale)
+    return transposed.bind(operand.quantizer, (cols, rows), operand.dtype)

@@ -20,7 +20,7 @@ from lpq.kernels.tiles import (
     tiles,
 )
 from lpq.kernels.transposes import Size, bind_several, tiled, transpose_kernels, wide
-from lpq.operations.binding import Operand, Transpose, Transposes, unbound_transpose
+from lpq.operations.binding import Operand, Transpose, Transposes, cached_transpose
 from lpq.operations.decoding import decode_reference
 from lpq.operations.recoding import CodeReader
 from lpq_fp8.quantizer import FP8Quantizer
@@ -43,8 +43,8 @@ def bind_transpose(operand: Operand, device: torch.device) -> Transpose:
     scales = _scales(operand)
 
     def turn(buffers: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-        (data, scale), (turned, its_scale) = buffers, out
-        launch(data.data_ptr(), turned.data_ptr(), scale.data_ptr(), its_scale.data_ptr(), scales, rows, cols)
+        (data, scale), (transposed, its_scale) = buffers, out
+        launch(data.data_ptr(), transposed.data_ptr(), scale.data_ptr(), its_scale.data_ptr(), scales, rows, cols)
 
     return turn
 
@@ -69,7 +69,7 @@ def _tiled(operands: Sequence[Operand]) -> tuple[Shape, int]:
     return tiled(_sizes(operands), Shape(256, BROAD), TALL)
 
 
-transpose = unbound_transpose(bind_transpose)
+transpose = cached_transpose(bind_transpose)
 
 
 def reader(quantizer: FP8Quantizer) -> CodeReader:

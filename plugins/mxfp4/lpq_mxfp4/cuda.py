@@ -24,7 +24,7 @@ from lpq.kernels.tiles import (
     tile_kernels,
     tiles,
 )
-from lpq.operations.binding import Encode, Encoded, Encoding, unbound
+from lpq.operations.binding import Encode, Encoded, Encoding, cached_by_shape
 from lpq.operations.fused_pair import Job, Made, Make
 from lpq.operations.measuring import measure_reference
 from lpq_mxfp4.quantizer import MXFP4Quantizer
@@ -94,7 +94,7 @@ def bind(e: Encoding) -> Encode | None:
     return encode
 
 
-quantize = unbound(bind)
+quantize = cached_by_shape(bind)
 
 
 def bind_operand(quantizer: MXFP4Quantizer, job: Job) -> Make:

@@ -22,7 +22,7 @@ from lpq.kernels.tiles import (
     tile_kernels,
     tiles,
 )
-from lpq.operations.binding import Encode, Encoded, Encoding, unbound
+from lpq.operations.binding import Encode, Encoded, Encoding, cached_by_shape
 from lpq.operations.fused_pair import Job, Made, Make
 from lpq.operations.measuring import measure_reference
 from lpq_mxfp8.quantizer import MXFP8Quantizer
@@ -84,7 +84,7 @@ def bind(e: Encoding) -> Encode:
     return encode
 
 
-quantize = unbound(bind)
+quantize = cached_by_shape(bind)
 
 
 def bind_operand(quantizer: MXFP8Quantizer, job: Job) -> Make:

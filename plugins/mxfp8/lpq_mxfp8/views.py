@@ -46,7 +46,7 @@ def bind_exact(operand: Operand, device: torch.device) -> BoundExact:
         data, scale = buffers
         at = data.data_ptr()
         if at % ALIGNED or not data.is_contiguous():
-            found = decoded(operand.over(buffers))
+            found = decoded(operand.storage(buffers))
             assert found is not None
             return found
         out = empty(*memory)

@@ -33,7 +33,7 @@ from lpq.kernels.tiles import (
     tile_kernels,
     tiles,
 )
-from lpq.operations.binding import Encode, Encoded, Encoding, unbound
+from lpq.operations.binding import Encode, Encoded, Encoding, cached_by_shape
 from lpq.operations.fused_pair import Job, Look, Made, Make
 from lpq.operations.line_amaxes import bind_amaxes_of_lines, measure_lines
 from lpq.operations.measuring import measure_reference
@@ -158,11 +158,11 @@ def bind(e: Encoding) -> Encode | None:
 
     def encode(x: Tensor, at: int, stats: Sequence[Tensor | None], seed: Tensor | None) -> Encoded:
         stats = stats or UNKNOWN
-        turned, plain = find(at) if find is not None else (None, None)
+        rotated, plain = find(at) if find is not None else (None, None)
         first = make_row(stats[:2], plain, seed, None) if make_row is not None else NOTHING
         second = NOTHING
         if make_col is not None:
-            second = make_col(stats[of_col : of_col + 2], turned if apart else plain, seed, None)
+            second = make_col(stats[of_col : of_col + 2], rotated if apart else plain, seed, None)
         one, other = first.parameters, second.parameters
         launch(
             at, *one[:3], *other[:3], *one[3:7], *other[3:7], 0 if seed is None else seed.data_ptr(), offset, count,
@@ -209,7 +209,7 @@ def _bind_whole_rows(e: Encoding, abreast: int, kept: int) -> Encode:
     return encode
 
 
-quantize = unbound(bind)
+quantize = cached_by_shape(bind)
 Find = Callable[[int], tuple[Tensor | None, Tensor | None]]
 
 

@@ -14,7 +14,7 @@ from lpq.kernels.cuda import CudaKernel
 from lpq.kernels.fresh import allocator, fresh
 from lpq.kernels.nvrtc_cache import csrc
 from lpq.kernels.tiles import FINISH, OUTPUTS, SQUARE, amax_finish, amax_parts, bind_amax_parts, pointer, reading
-from lpq.operations.binding import Encode, Encoded, Encoding, unbound
+from lpq.operations.binding import Encode, Encoded, Encoding, cached_by_shape
 from lpq.operations.decoding import decode_reference
 from lpq.operations.exact_form import Form
 from lpq.operations.fused_pair import Job, Made, Make, TileSide
@@ -82,7 +82,7 @@ def bind(e: Encoding) -> Encode | None:
     return encode
 
 
-quantize = unbound(bind)
+quantize = cached_by_shape(bind)
 
 
 def decode(operand: NVFP4Storage, dtype: torch.dtype) -> Tensor:

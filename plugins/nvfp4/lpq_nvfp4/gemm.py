@@ -45,11 +45,11 @@ def bind_exact(operand: Operand, device: torch.device) -> BoundExact | ToExact |
     if not operand.quantizer.whole(operand.shape[1]):
         return None
 
-    def unbound(buffers: Sequence[Tensor]) -> Exact:
-        whole: Any = operand.over(buffers)
+    def exact_of(buffers: Sequence[Tensor]) -> Exact:
+        whole: Any = operand.storage(buffers)
         return Exact(views.decode(whole, torch.bfloat16, unit=True), whole.amax, CONSTANT)
 
-    make = views.bind_unit(operand, device, CONSTANT, unbound)
+    make = views.bind_unit(operand, device, CONSTANT, exact_of)
     return make if operand.quantizer.scaling == "row" else BoundExact(Form(factor=True, constant=CONSTANT), make)
 
 

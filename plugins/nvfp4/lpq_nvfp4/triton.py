@@ -420,7 +420,7 @@ def transpose(operand: NVFP4Storage) -> Storage:
     if not rows or not cols:
         return transpose_reference(operand).map(torch.clone)
     data = transpose_nibbles(operand.data, rows, cols, GROUP)
-    turned = NVFP4Storage(
+    transposed = NVFP4Storage(
         data=data, scale=operand.scale.t().clone(memory_format=torch.contiguous_format), amax=operand.amax.clone()
     )
-    return turned.bind(operand.quantizer, (cols, rows), operand.dtype)
+    return transposed.bind(operand.quantizer, (cols, rows), operand.dtype)

@@ -22,7 +22,7 @@ from lpq.kernels.tiles import (
     tiles,
 )
 from lpq.kernels.transposes import Size, bind_several, tiled, transpose_kernels, wide
-from lpq.operations.binding import ALIGNED, Operand, Transpose, Transposes, unbound_transpose
+from lpq.operations.binding import ALIGNED, Operand, Transpose, Transposes, cached_transpose
 from lpq.operations.decoding import decode_reference
 from lpq.operations.exact_form import Exact
 from lpq_nvfp4.storage import NVFP4Storage
@@ -62,7 +62,7 @@ def _tiled(operands: Sequence[Operand]) -> tuple[Shape, int]:
     return tiled(_sizes(operands), Shape(2 * BROAD, 256), Shape(2 * UNIT, 256))
 
 
-transpose = unbound_transpose(bind_transpose)
+transpose = cached_transpose(bind_transpose)
 
 
 def decode(operand: NVFP4Storage, dtype: torch.dtype, *, unit: bool = False) -> Tensor:
