@@ -167,6 +167,25 @@ def test_files_that_prose_names_are_there() -> None:
             assert (ROOT / Path(name)).exists(), f"{page}: {name}"
 
 
+def missing_tests(text: str) -> list[str]:
+    """The files that a text names, and the tests in ``file::test``, that are not there."""
+    missing = []
+    for name, test in re.findall(r"`((?:tests|lpq)/[\w./]+\.py)(?:::(\w+))?`", text):
+        file = ROOT / name
+        if not file.exists() or (test and f"def {test}(" not in file.read_text()):
+            missing.append(f"{name}::{test}")
+    return missing
+
+
+def test_tests_that_stand_for_others_are_there() -> None:
+    page = ROOT / "tests" / "GONE.md"
+    text = page.read_text()
+    assert text.count("::test_") > 15
+    assert missing_tests(text) + lost(page, text) == []
+    assert missing_tests(text.replace("test_remembered", "a")) == ["tests/distributed/test_masters.py::a"]
+    assert missing_tests(text.replace("test_zero_loop", "a")) == ["tests/distributed/a.py::"]
+
+
 OPTION = re.compile(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|", re.MULTILINE)
 
 
