@@ -31,7 +31,7 @@ FILM = Path(__file__).parents[1] / "docs" / "assets" / "train.svg"
 COMMAND = "make train"
 COLUMNS, ROWS = 96, 26
 LENGTH, HELD = 30.0, 8.0
-"""Seconds of the film, and those of them in which its last picture stands."""
+"""Seconds of the film, and the seconds of them in which its last picture stands."""
 RATE = 4
 """Pictures a second, at most."""
 CHARACTER, LINE, EDGE, TITLE, FONT = 7.9, 17.0, 16.0, 34.0, 13

@@ -46,7 +46,7 @@ def held(layers: Layers, name: str) -> int | None:
 
 
 def encoded_bytes(recipe: str, shape: LayerSize) -> int:
-    """The bytes of the two operands that backward multiplies and forward made: those of x and of w."""
+    """The bytes of the two operands that backward multiplies and forward made: of x and of w."""
     made = lpq.recipe(recipe)
     total = 0
     for quantizer, size in ((made.x, (shape.inputs, shape.tokens)), (made.w, (shape.inputs, shape.outputs))):

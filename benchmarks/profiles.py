@@ -57,7 +57,7 @@ def show(everyone: Iterable[Contender], shape: LayerSize, device: torch.device, 
 
 
 def functions(step: Step, steps: int = 300, lines: int = 60, order: str = "cumulative", warm: int = 20) -> str:
-    """The functions of so many steps. Backward runs in this thread, where the profiler sees it."""
+    """The functions that ``steps`` steps call. Backward runs in this thread, where the profiler sees it."""
     with torch.autograd.set_multithreading_enabled(False):
         for _ in range(warm):
             step()
@@ -129,7 +129,7 @@ def _covered(spans: list[tuple[float, float]]) -> float:
 
 
 def _traced(step: Step, steps: int) -> list[dict[str, object]]:
-    """The work of the GPU in so many steps."""
+    """The work of the GPU in ``steps`` steps."""
     torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

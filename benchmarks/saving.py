@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("doing", nargs="+", choices=("save", "save-async", "load"))
     parser.add_argument("--recipe", default="fp8-delayed")
-    parser.add_argument("--model", choices=list(MODELS), help="Hugging Face's Llama of about so many weights")
+    parser.add_argument("--model", choices=list(MODELS), help="Hugging Face's Llama of about this number of weights")
     parser.add_argument("--layers", type=int, help="of that model")
     parser.add_argument("--checkpointing", choices=recomputing.WAYS, default=recomputing.NONE)
     parser.add_argument("--out", type=Path, default=stored.FOLDER, help="where the results go; default: %(default)s")

@@ -31,7 +31,7 @@ def text_of(row: Row) -> str:
 
 
 class Screen:
-    """A screen of so many columns and rows, which scrolls."""
+    """A screen of ``columns`` and ``rows``, which scrolls."""
 
     def __init__(self, columns: int, rows: int) -> None:
         self.columns = columns

@@ -10,7 +10,7 @@ from lpq.bench.layers import LayerSize
 
 @dataclass(frozen=True)
 class Experts:
-    """A linear layer for each expert, which gets so many tokens."""
+    """A linear layer for each expert, which gets ``tokens`` tokens."""
 
     experts: int
     tokens: int

@@ -1,6 +1,6 @@
 """Tables of results: made of stored numbers alone, printed with rich or written as Markdown.
 
-A ratio divides by what its title names, so that of times below 1 is better.
+A ratio divides by what its title names, so a ratio of times below 1 is better.
 """
 
 from __future__ import annotations

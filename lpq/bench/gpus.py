@@ -146,7 +146,7 @@ def _joined(on_gpu: float, on_host: float) -> float:
 
 
 def _product(gpu: Gpu, size: LayerSize, depth: int, pair: tuple[Quantizer, Quantizer] | None) -> float:
-    """Seconds of a product that sums over so many elements; ``None``: of bf16."""
+    """Seconds of a product that sums over ``depth`` elements; ``pair`` is None: in bf16."""
     in_groups = isinstance(size, StackSize)
     native = pair is not None and _native(gpu, *pair, in_groups)
     rate, width = gpu.bf16, float(BF16)

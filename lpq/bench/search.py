@@ -370,5 +370,5 @@ def budget_of(
 
 
 def _limit(budget: float | str, of: Mapping[str, float], unit: float) -> float:
-    """A budget as a number: of a recipe, or so many times the ``unit``."""
+    """A budget as a number: the time or error of a recipe, or ``budget`` times the ``unit``."""
     return of[budget] if isinstance(budget, str) else budget * unit

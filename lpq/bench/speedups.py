@@ -22,7 +22,7 @@ Measured = dict[str, Any]
 
 
 def squares(device: torch.device) -> list[LayerSize]:
-    """The sizes of the map: layers with as many outputs as inputs, for so many tokens."""
+    """The sizes of the map: square layers, each with a number of tokens."""
     tokens, widths = (TOKENS, WIDTHS) if device.type == "cuda" else ON_CPU
     return [LayerSize(count, width, width) for count in tokens for width in widths]
 
@@ -58,7 +58,7 @@ def milliseconds(measured: Measured, recipe: str | None) -> float | None:
 
 
 def total(counts: Iterable[tuple[Measured, int]], recipe: str | None) -> float | None:
-    """The time of layers together, of each so many times; None if one of them failed."""
+    """The time of layers together, each counted as often as it says; None if one of them failed."""
     times = [(milliseconds(measured, recipe), count) for measured, count in counts]
     parts = [ms * count for ms, count in times if ms is not None]
     return sum(parts) if len(parts) == len(times) else None

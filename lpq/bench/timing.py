@@ -49,7 +49,7 @@ class Effort:
     sample: float = 0.02
     """Seconds that one sample on the GPU should last."""
     steps: int = 60
-    """Steps in a sample: on the host exactly so many, on the GPU at most."""
+    """Steps in a sample: on the host exactly this number, on the GPU at most."""
 
 
 QUICK = Effort(rounds=5, sample=0.015, steps=50)

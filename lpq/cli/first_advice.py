@@ -27,7 +27,7 @@ def advice(device: torch.device, *, has_cuda_core: bool) -> str:
 
 def _why_emulated(device: torch.device, sm: int | None) -> str:
     if sm is not None:
-        return f"a GPU of compute capability {sm / 10:.1f} multiplies no such codes, as those from 8.9 on do"
+        return f"a GPU of compute capability {sm / 10:.1f} multiplies no such codes, as GPUs from 8.9 on do"
     if device.type == "cuda":
         return "lpq multiplies codes on NVIDIA's GPUs alone"
     if torch.version.cuda is None and HIP is None and shutil.which("nvidia-smi"):

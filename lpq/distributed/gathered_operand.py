@@ -56,8 +56,8 @@ class GatheredOperand:
         """Whether the parts of all ranks, one behind the other, are the buffers."""
         if self.transposed:
             self.operand = transpose(self.operand)
-        # Autograd must not count the filling as a change: the values equal those at the time when the tensors were
-        # saved.
+        # Autograd must not count the filling as a change: the values are the values that the tensors had when
+        # they were saved.
         self.targets = [t.data for t in self.operand.tensors()]
         """All buffers, to be filled."""
         fsdp.free(self.large)

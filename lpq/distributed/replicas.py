@@ -19,7 +19,7 @@ class Replicas:
 
     def __init__(self) -> None:
         self._wrappers: list[tuple[weakref.ref[DistributedDataParallel], set[int]]] = []
-        """The wrappers, and the ids of the parameters of each but for those that it is to ignore."""
+        """The wrappers, and the ids of the parameters of each, without the parameters that it is to ignore."""
 
     @property
     def noted(self) -> bool:

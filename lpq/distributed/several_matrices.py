@@ -179,7 +179,7 @@ class Scratch:
         self._of: dict[int, Tensor] = {}
 
     def of(self, stream: int, size: int, device: torch.device) -> Tensor:
-        """At least so many bytes, the same for as long as nobody needs more."""
+        """At least ``size`` bytes, the same memory until more is needed."""
         memory = self._of.get(stream)
         if memory is None or len(memory) < size or memory.device != device:
             memory = torch.empty(size, dtype=torch.uint8, device=device)

@@ -157,7 +157,7 @@ class Gather:
         self.stats: list[Tensor | None] = []
         """Statistics of the whole weight that reach beyond a shard or are remembered, in the order of ``declared``."""
         self.spanning: list[Tensor | None] = []
-        """Those of ``stats`` that reach beyond a shard; None in place of the others."""
+        """The tensors of ``stats`` that reach beyond a shard; None in place of the others."""
         self._own_stats: list[Tensor] = []
         """The tensors of statistics that are measured for this weight by itself."""
         self.measured: Measured | None = None

@@ -216,7 +216,7 @@ class Quantizer(Options):
         return self.rotation
 
     def whole(self, cols: int) -> bool:
-        """Whether so many columns are whole groups of a rotation, so that none is stored beside them."""
+        """Whether ``cols`` columns are whole groups of a rotation, so that none is stored beside them."""
         return self.basis is None or cols % self.basis.block == 0
 
     def rotated(self, x: Tensor, bits: RandomBits | None = None) -> Tensor:

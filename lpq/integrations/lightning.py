@@ -59,7 +59,7 @@ class _Callback:
 
     def __init__(self, *, any_policy: bool = False, report: bool = True, watch: int = 0, **options: Any) -> None:
         """``any_policy``: go on under another policy than the checkpoint's. ``report``: print ``lpq.report``.
-        ``watch``: write ``numerics.jsonl`` of each so many steps; ``options`` go to ``lpq.observe.numerics``."""
+        ``watch``: write ``numerics.jsonl`` every ``watch`` steps; ``options`` go to ``lpq.observe.numerics``."""
         self.any_policy, self.report, self.watch, self.options = any_policy, report, watch, options
         self.numerics: Numerics | None = None
         self._saved_policy: dict[str, Any] | None = None

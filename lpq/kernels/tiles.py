@@ -51,7 +51,7 @@ PER_PART = 1 << 15
 PARTS_AT_ONCE = 2
 """Elements in which one block of threads searches the amax, and how many of these blocks a multiprocessor runs."""
 MANY_TILES = 512
-"""From so many tiles on larger ones pay."""
+"""The number of tiles from which on larger ones pay."""
 
 
 @cache  # a kernel keeps what it loaded, which no other one of the same source would know
@@ -113,8 +113,8 @@ def broadened(rows: int, cols: int, dtype: torch.dtype, shape: Shape) -> Shape:
 
 
 def at_once(blocks: int, each: int, device: int) -> int:
-    """So many blocks of threads, but no more than a GPU runs at the same time: ``each`` on a multiprocessor. Any number
-    of them shares out the reads."""
+    """``blocks``, but no more than a GPU runs at the same time: ``each`` on a multiprocessor. Any number of them shares
+    out the reads."""
     return min(blocks, each * multiprocessors(device))
 
 

@@ -1,4 +1,4 @@
-"""Converted layers that no pass has called, while it called others; and those whose weight a pass has read past them.
+"""Converted layers that no pass has called, while it called others; and layers whose weight a pass read past them.
 
 A module may read the weight of a layer and multiply by it itself, as the attention of some models does, and fused code.
 Its products are in high precision then, whatever recipe the layer has. The layer takes its weight from its parameters,

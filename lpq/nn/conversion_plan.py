@@ -42,7 +42,7 @@ class ConversionPlan:
     schedules: Mapping[str, Schedule]
     """The recipes of each module."""
     policy: Policy
-    """The policy, for a model with so many blocks."""
+    """The policy, with places of blocks as their numbers in this model."""
 
     @classmethod
     def of(cls, model: nn.Module, policy: Policy, steps: Steps = None) -> ConversionPlan:

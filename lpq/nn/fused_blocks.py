@@ -354,7 +354,7 @@ def _activation(
 ) -> tuple[str, str | None, tuple[Read, ...]] | str | None:
     """The activation with which the forward of a block is ``mlp``, the name of the dropout behind, and the attributes
     by which the forward decided; the reason why it is not ``mlp``, or does not run on a few rows; None if it does not
-    run, and nothing says that it is an MLP, as of attention or a list of layers."""
+    run and is no MLP as far as can be seen, as attention or a list of layers."""
     with aside():
         x, y, dropped, *outputs = numbers(len(before) + 3)
         if _makes_halves([module._modules[name] for name in before], module._modules[down]):

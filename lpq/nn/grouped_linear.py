@@ -148,7 +148,7 @@ class GroupedLinear(GroupedLayer, Layer):
 
         ``offs`` is where each group ends, an int32 tensor ``[num_groups]`` on the device of the input; or it is a list
         of how many rows each group has. Rows behind the last group are zero in the result, and in the gradient of the
-        input. On a GPU nothing waits for ``offs``, and nothing checks its values if it is a tensor.
+        input. On a GPU the host does not wait for ``offs``. The values of a tensor ``offs`` are not checked there.
         """
         if self.model.stages is not None:
             self.model.stages.check(self)

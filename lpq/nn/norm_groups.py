@@ -1,4 +1,4 @@
-"""The layers behind a norm: those that take its output in one encoding, and those that encode it by themselves."""
+"""The layers behind a norm: some take its output in one encoding, and others encode it by themselves."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def places_in(block: nn.Module, above: Place = ()) -> Iterator[Place]:
 
 
 def encode_alone(places: Sequence[Place], layers: Sequence[Layer]) -> list[Layer]:
-    """The layers that encode the output by themselves, of those at these places. They remember inputs, and are
+    """The layers at these places that encode the output by themselves. They remember inputs, and are
     compiled, alone or with a module around them: compiled code cannot tell by whose state an input was encoded, and
     so moves a state of its own."""
     alone = []

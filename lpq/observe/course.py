@@ -18,9 +18,9 @@ class Course:
         """
         Args:
             window: How many steps are looked back to.
-            loss: A loss is off if it is above the median by more than so many times the median distance from it.
-            norm: A gradient norm is off if it is more than so many times the median.
-            least: Nothing but what is not finite is off before so many steps.
+            loss: A loss is off if it is above the median by more than ``loss`` times the median distance from it.
+            norm: A gradient norm is off if it is more than ``norm`` times the median.
+            least: The number of steps before which only NaN and infinity are off.
         """
         check_whole("Course", 2, window=window, least=least)
         check_number("Course", math.inf, loss=loss, norm=norm)

@@ -69,14 +69,14 @@ class Readings(Readable):
         return self._all
 
     def worst(self) -> list[Reading]:
-        """Return the readings of the last step, those with the most noise first. Ones without an SNR, which have a NaN
+        """Return the readings of the last step, the noisiest first. Readings without an SNR, which have a NaN
         or no error, come first and last."""
         readings = self.readings()
         last = max((one.step for one in readings), default=0)
         return sorted((one for one in readings if one.step == last), key=noise_order)
 
     def table(self, most: int | None = 20) -> str:
-        """Return a table of the last step, worst first, of at most so many lines; None or 0: of all."""
+        """Return a table of the last step, worst first, with at most ``most`` lines; None or 0: with all."""
         from lpq.observe.table import table
 
         if most is not None:

@@ -93,7 +93,7 @@ class Replay:
         """The layers that have a recipe, with these."""
         self._model = model
         self._bits: dict[tuple[int, int], Bits] = {}
-        """The bits with which each layer began, and those with which it ended, by its calls, in the first run."""
+        """The bits with which each layer began and ended in the first run, by its calls."""
 
     @contextmanager
     def running(self) -> Iterator[None]:

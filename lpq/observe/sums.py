@@ -30,7 +30,7 @@ def unit_of(rows: Tensor) -> Tensor:
 
 
 def sums_of(operand: EncodedRows, elements: int, unit: Tensor) -> Tensor:
-    """Return the sums of an operand of a tensor that has so many ``elements``.
+    """Return the sums of an operand of a tensor with ``elements`` elements.
 
     The values, in this ``unit``, are written one matrix behind the other. Then one reduction counts, and one adds
     squares up, each row in fp32 and the rows in fp64: a reduction from fp32 to fp64 would copy all values first."""
@@ -158,8 +158,8 @@ def reading_of(sums: Mapping[str, float], amax: float, **where: Any) -> Reading:
 
 
 def noise_order(reading: Reading) -> tuple[int, float]:
-    """The key that sorts readings by their noise, the most first. Among readings without an SNR those with a NaN
-    come first, and the ones without an error, or of zeros alone, last."""
+    """The key that sorts readings by their noise, the most first. Readings without an SNR are first if they have a
+    NaN, and last if they have no error, or are of zeros alone."""
     if reading.snr_db is not None:
         return 1, reading.snr_db
     return (2, 0.0) if reading.shrinkage is not None or reading.amax == 0 else (0, 0.0)

@@ -40,8 +40,8 @@ from lpq.registry.warning import warn
 
 Encode = Callable[..., Encoded]
 """``encode(x, known, seeds, *offs)``, as an ``Encoder`` of sections does it: ``seeds`` has one for each section, and
-``known`` is a state with static statistics of each, or amaxes that were found before. Those are measured again where no
-kernel takes them."""
+``known`` is a state with static statistics of each, or amaxes that were found before: measured again
+where no kernel takes them."""
 
 
 def bind(spec: EncoderSpec, *, watched: bool = False, dispatched: bool = False) -> Encoder:

@@ -135,7 +135,7 @@ AMAX = Struct(csrc() / "common/amax.cuh", "Amax")
 
 @cache
 def _kernel(name: str, arguments: str, shape: Shape, staged: int) -> CudaKernel:
-    """A kernel of a source whose blocks of threads share tiles of elements, so many bytes for each place in a tile."""
+    """A kernel of a source whose blocks of threads share tiles, with ``staged`` bytes for each place in a tile."""
     elements = shape.tall * shape.wide
     return CudaKernel(
         "common/produce.cu", name, arguments, threads=elements // 64, shared=elements * staged, waits=True
@@ -242,7 +242,7 @@ def _takes_amax(bound: BoundSide | None) -> bool:
 
 
 def _lines(bound: BoundSide | None, count: int) -> tuple[Struct, Fresh] | None:
-    """The side that finds the amaxes of an operand's lines, if it needs them, and the memory for so many."""
+    """The side that finds the amaxes of an operand's lines, if it needs them, and the memory for ``count`` of them."""
     if bound is None or not bound.needs or not bound.side.lines:
         return None
     return Struct(bound.side.header, bound.side.lines), fresh((count, 1), torch.float32)

@@ -97,7 +97,7 @@ class Producer(NamedTuple):
 
 
 def bind_producer(source: Source, outputs: Sequence[Output], group: str = "") -> Producer:
-    """Choose and bind the kernel that computes all outputs, and encodes those whose formats have sides for it. An
+    """Choose and bind the kernel that computes all outputs, and encodes the outputs whose formats have sides for it. An
     encoder encodes the others. Where no kernel computes them, the source's definition does.
 
     Where the ranks of ``group`` have parts, the statistics that span ranks are measured and reduced before, in one

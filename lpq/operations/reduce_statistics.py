@@ -52,7 +52,7 @@ def bind_reduction(
 
 
 def _spanning(declared: Sequence[Declared], number: int) -> tuple[list[int], list[int]]:
-    """The places of the statistics of a round whose elements span ranks: of those for MAX, and of counts."""
+    """The places of the statistics of a round whose elements span ranks: of statistics for MAX, and of counts."""
     places = [(i, stat.reduce) for i, (stat, dim) in enumerate(declared) if spans((stat, dim)) and stat.round == number]
     return [i for i, how in places if how == "max"], [i for i, how in places if how == "sum"]
 

@@ -38,7 +38,7 @@ def policy(source: PolicyLike, *, include: Include = None) -> Policy:
               ``blocks`` has it hold in the ``"first 2"`` or ``"last 15%"`` of the blocks
             - the name of a policy that comes with lpq, as ``"nvfp4-pretrain"``: ``lpq recipes`` lists them
             - a TOML file with such ``[[rules]]``: a ``Path``, or a string that ends in ``.toml``; or its text
-            - anything that ``lpq.recipe`` takes: that recipe for all layers but those with ``lm_head``, ``gate`` or
+            - anything that ``lpq.recipe`` takes: that recipe for all layers but layers with ``lm_head``, ``gate`` or
               ``router`` between the dots of their names, as by ``"leave": ["lm_head", "gate", "router"]`` beside
               ``"rules"``
             - a policy, which is returned as it is

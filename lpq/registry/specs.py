@@ -18,7 +18,7 @@ OLDEST_API_VERSION = 1
 """The earliest version that is still understood. A format of version 1 that declares a rotation by a name is refused
 when it is looked up, with the new declaration in the message."""
 INT64_COUNTS = 2
-"""The version from which on counts are int64 tensors. Those of a format of version 1 are in fp32; the core converts
+"""The version from which on counts are int64 tensors. Counts of a format of version 1 are in fp32; the core converts
 them where they are measured and where they are handed back, so that ranks sum integers."""
 OPERATIONS = tuple(TABLE)
 """The values that ``KernelSpec.op`` may have."""

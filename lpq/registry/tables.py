@@ -21,7 +21,7 @@ NARROW = 70
 NUMBER = re.compile(r"[-+–\d.,x/%]{0,12}")
 """A cell that is not broken where a table is wider than the terminal: the heading of its column is."""
 FOLDED = 8
-"""The least columns for a cell that may be broken; in a terminal without so many each row is a record, too."""
+"""The least columns for a cell that may be broken; in a terminal with fewer each row is a record, too."""
 Row = Sequence[object]
 
 

@@ -180,6 +180,6 @@ class Observed:
 
 
 def operands_of_part(cut: Cut | None, quantizer: Quantizer) -> tuple[bool, bool]:
-    """Whether a part has a row operand and a column operand: those that can be cut so."""
+    """Whether a part has a row operand, and a column operand: an operand that can be cut so."""
     row, col = (cut is None or cut.why_not(quantizer, one, not one) is None for one in (True, False))
     return row, col

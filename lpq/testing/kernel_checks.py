@@ -104,8 +104,8 @@ def kernels(quantizer: Quantizer) -> list[KernelSpec]:
 
 
 def compared(quantizer: Quantizer) -> list[KernelSpec]:
-    """The kernels with a check that serve this format, each with the type of device that runs it: the CPU those in
-    Triton, where Triton interprets them."""
+    """The kernels with a check that serve this format, each with the type of device that runs it: the CPU runs
+    kernels in Triton, where Triton interprets them."""
     served = [kernel for kernel in kernels(quantizer) if CHECKS[kernel.op] is not None]
     if triton_interprets():
         served = [dataclasses.replace(k, device="cpu") if k.backend == "triton" else k for k in served]

@@ -81,14 +81,12 @@ class TrainConfig:
     out: str | None = option(None, "Directory of the run; default: a new one under runs/, named after the recipe.")
     resume: bool = option(False, "Go on from the last checkpoint of --out, or of the newest run under runs/.")
     validate_every: int = option(0, "Steps between losses on the held-out text; 0: only at the end.", least=0)
-    watch: int = option(
-        0, "Take statistics of how well the formats fit in each so many-th step, for `lpq report`; 0: none.", least=0
-    )
+    watch: int = option(0, "Steps between statistics of how well the formats fit, for `lpq report`; 0: none.", least=0)
     replay: bool = option(
         False, "Replay a step where the loss or the gradient norm leaves its course, and name the layers that did it."
     )
     promote: int = option(
-        0, "As --replay, and train these layers in bf16 for so many steps, from the next on; 0: not.", least=0
+        0, "As --replay, and train these layers in bf16 for this number of steps, from the next on; 0: not.", least=0
     )
     full: bool = option(False, "Print how each layer is converted, as conversion.txt of the run has it.")
     checkpoint_every: int = option(

@@ -33,7 +33,7 @@ WHOLE = 128 * 3 * 5 * 7
 NARROW = 8
 """The number of columns of the whole, if it is cut along rows, or of rows."""
 MOST = 64
-"""Each number of units up to this is the size of a part, where the largest whole has room for so many."""
+"""Each number of units up to this is the size of a part, where the largest whole has room for it."""
 MASTER = 48
 """Rows and columns of a master, at least."""
 

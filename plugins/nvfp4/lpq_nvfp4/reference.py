@@ -64,7 +64,7 @@ def encode(
 
 
 def with_room(amax: Tensor, times: float) -> Tensor:
-    """The amax of an operand whose largest scales or elements are so many times less than they could be."""
+    """The amax of an operand whose largest scales or elements are ``1 / times`` of what they could be."""
     return torch.where(amax < torch.inf, (amax * times).clamp(max=FLT_MAX), amax)
 
 
