@@ -10,8 +10,10 @@ import tokenize
 import pytest
 from test_house import files, found_in, parsed
 
-HABITS = re.compile(r"(?:that|those) of\b|(?<![^.:] )(?:Of|What|Who|Whose|Whoever|Whatever) [a-z]")
-"""``that of`` in place of the noun, and sentences that begin with a part of one."""
+PRONOUNS = r"\b(?:[Tt]hat|[Tt]hose) of\b|\b[Ss]o many\b"
+"""``that of`` in place of the noun, and ``so many`` in place of the parameter."""
+HABITS = re.compile(rf"{PRONOUNS}|(?<![^.:] )(?:Of|What|Who|Whose|Whoever|Whatever) [a-z]")
+"""These, and sentences that begin with a part of one."""
 
 
 def habits(source: str) -> list[str]:
@@ -28,6 +30,13 @@ def test_sentences_name_their_nouns() -> None:
     assert found_in(files("lpq/**/*.py", "plugins/**/*.py"), lambda path: habits(path.read_text())) == {}
 
 
+def test_pages_and_comments_of_kernels_name_their_nouns() -> None:
+    texts = files("csrc/**/*.cu", "csrc/**/*.cuh", "docs/**/*.md", "*.md")
+    assert len(texts) > 100
+    assert found_in(texts, lambda path: re.findall(PRONOUNS, path.read_text())) == {}
+    assert re.findall(PRONOUNS, "// Those of column j, for so many rows.") == ["Those of", "so many"]
+
+
 @pytest.mark.parametrize(
     ("source", "found"),
     [
@@ -35,6 +44,7 @@ def test_sentences_name_their_nouns() -> None:
         ('def f():\n    """Encode it. What is left stays."""', ["What is left stays."]),
         ('raise ValueError("its scales are those of another")', ["those of another"]),
         ("x = 1  # that of the whole", ["that of the whole"]),
+        ('"""A matrix of so many rows."""', ["so many rows."]),
         ('"""Where it lies. The words Who and Of are no beginning; What that means."""', []),
         ("those = of = Of(a)", []),
     ],

@@ -31,7 +31,7 @@ __device__ __forceinline__ void scale_row(const u32 (&row)[WORDS], float factor,
     low = pair[0] | pair[1] << 16, high = pair[2] | pair[3] << 16;
 }
 
-// Those of column j, likewise.
+// The words of column j, likewise.
 template <class F, bool FINITE = false>
 __device__ __forceinline__ void scale_col(const u32 (&w)[ROWS][WORDS], int j, float factor, u32& low, u32& high) {
     if (!FINITE && F::infinities) {
@@ -97,13 +97,13 @@ __device__ __forceinline__ void store_bytes(void* row, i64 first, i64 count, con
 }
 
 // A byte for each of LINES_ lines and each of BLOCKS blocks along them, on their way to a matrix that lies column by
-// column: of a block, those of all lines are next to each other. With LPQ_ROW_MAJOR it lies row by row.
+// column: the bytes of one block of all lines are next to each other. With LPQ_ROW_MAJOR it lies row by row.
 template <int BLOCKS, int LINES_>
 struct ByColumns {
     static constexpr int PIECES = LINES_ / 16, TAKEN = ROW_MAJOR ? LINES_ : BLOCKS * PIECES;  // threads that store
     alignas(16) u8 bytes[BLOCKS][LINES_ + 16];  // lanes that hold blocks side by side do not meet in a bank
 
-    // Those of eight lines.
+    // Put the bytes of eight lines.
     __device__ __forceinline__ void put(int block, int line, u32 low, u32 high) {
         *(uint2*)&bytes[block][line] = make_uint2(low, high);
     }

@@ -14,7 +14,7 @@ __device__ __forceinline__ float decode<E5M2>(u32 code) { return half_value(code
 
 template <>
 __device__ __forceinline__ float decode<E4M3>(u32 code) {
-    // The bits are those of an fp16 whose exponent is 8 too low.
+    // The bits are an fp16's whose exponent is 8 too low.
     const float f = half_value((code & 0x80) << 8 | (code & 0x7f) << 7) * 256.0f;
     return (code & 0x7f) == 0x7f ? __uint_as_float(NAN_BITS) : f;
 }

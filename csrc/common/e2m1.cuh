@@ -4,7 +4,7 @@
 
 // The values 0 .5 1 1.5 2 3 4 6 make up three uniform grids, of steps 1/2, 1 and 2. Counted in steps, the code is n,
 // n + 2 or n + 4, and the least of them is right everywhere. To round to an integer, 2^23 is added: the bits of the sum
-// are those of 2^23 plus the integer.
+// are the bits of 2^23 plus the integer.
 constexpr float ROUND = 8388608.0f;
 constexpr u32 ROUND_BITS = 0x4b000000u;
 
@@ -72,7 +72,7 @@ __device__ __forceinline__ u32 cut_pair(float a, float b) {
     return halves;
 }
 
-// The bits of `a` where the mask has ones, else those of `b`. In one instruction, which the compiler does not find.
+// The bits of `a` where the mask has ones, else the bits of `b`. In one instruction, which the compiler does not find.
 __device__ __forceinline__ u32 choose(u32 mask, u32 a, u32 b) {
     u32 r;
     asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(r) : "r"(mask), "r"(a), "r"(b));

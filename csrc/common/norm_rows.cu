@@ -2,7 +2,7 @@
 // mean before, around which the squares are summed then.
 //
 // With LPQ_RESIDUAL the matrix is the sum of two, rounded as PyTorch rounds it. It is written on the way, and the numbers
-// are those of the rounded sum.
+// are of the rounded sum.
 //
 // A warp takes a row. All rows begin at multiples of 16 bytes, and end there. A mean takes a second sum: the threads keep their part of
 // a row for it where LPQ_BATCHES says that the row has no more batches than that, and read the row again otherwise.

@@ -101,7 +101,7 @@ __device__ __forceinline__ u32 smaller_pair(u32 a, u32 b) {
 #endif
 }
 
-// Of two words of elements one with the larger magnitudes and with any signs: that of 16-bit floats of one kind, and that of
+// A word with the larger magnitudes of two words of elements, and with any signs: for 16-bit floats of one kind, and for
 // what the input holds.
 #define LPQ_LARGER(NAME, TYPE)                                                                   \
     __device__ __forceinline__ u32 NAME(u32 a, u32 b) {                                          \

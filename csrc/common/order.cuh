@@ -10,7 +10,7 @@ __device__ __forceinline__ void wait_for_the_one_before() {
 #endif
 }
 
-// Have the next one put in place now, which it otherwise is as blocks of this one end. For kernels of few blocks: those of
+// Have the next one put in place now, which it otherwise is as blocks of this one end. For kernels of few blocks: blocks of
 // the next one take what multiprocessors have left.
 __device__ __forceinline__ void let_the_next_one_come() {
 #if __CUDA_ARCH__ >= 900

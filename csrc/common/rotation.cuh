@@ -64,7 +64,7 @@ __device__ __forceinline__ u32 column_amax(const u32 (&y)[4]) {
     return larger_bf16(larger_bf16(y[0], y[1]), larger_bf16(y[2], y[3]));
 }
 
-// Those of two columns, as bf16 bits in one word.
+// The amaxes of two columns, as bf16 bits in one word.
 __device__ __forceinline__ u32 together_amax(u32 first, u32 second) {
     return 0x7fff7fffu & larger_bf16(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));
 }

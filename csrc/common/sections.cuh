@@ -20,7 +20,7 @@ struct Section {
     i64 top = 0, bottom = 0;   // its place along a line of the column operand, what it is padded with included
 };
 
-// That of the tiles of `high` rows with this number down the matrix. Each section has one at least. All threads of a warp
+// The section of the tiles of `high` rows with this number down the matrix. Each section has one at least. All threads of a warp
 // call this.
 __device__ __forceinline__ Section section_of(const Sections& s, u32 down, u32 high) {
     Section found;

@@ -2,7 +2,7 @@
 //
 // 16 or 32 lanes next to each other hold a line of the tile, so that a warp reads and writes pieces of whole lines: a block
 // of 16 or 32 along a row is 2 or 4 lanes. Where 16 lanes do, one of 16 along a column is the two lanes 16 apart. Tiles are
-// tall where a column operand is written, whose lines then go out in large pieces; in those of 256 columns lines are read
+// tall where a column operand is written, whose lines then go out in large pieces; in tiles of 256 columns lines are read
 // and rows are written in larger pieces, too. Whatever lies outside of the matrix is zero; LPQ_WHOLE says that nothing
 // does, and that lines begin at multiples of 16 bytes, which saves many instructions.
 #pragma once
@@ -112,7 +112,7 @@ struct Tile {
     __device__ __forceinline__ i64 top() const { return of.top; }              // its place along lines of the column operand
     __device__ __forceinline__ i64 bottom() const { return of.bottom; }
     __device__ __forceinline__ i64 line() const { return line_; }              // how long such a line is,
-    __device__ __forceinline__ i64 lines() const { return lines_; }            // how many there are before those of the section
+    __device__ __forceinline__ i64 lines() const { return lines_; }            // how many there are before the lines of the section
     __device__ __forceinline__ i64 all_lines() const { return all_lines_; }    // and in all
 #else
     __device__ __forceinline__ u32 section() const { return 0; }
@@ -152,7 +152,7 @@ __device__ __forceinline__ void stream(void* to, uint4 v) { __stcs((uint4*)to, v
 __device__ __forceinline__ void stream(void* to, uint2 v) { __stcs((uint2*)to, v); }
 __device__ __forceinline__ void stream(void* to, u32 v) { __stcs((u32*)to, v); }
 
-// Scales stay in the cache, where those of other blocks complete their lines: to FP8's 1x128 that brings 3 %. A piece that is
+// Scales stay in the cache, where scales of other blocks complete their lines: for blocks of 1x128 that brings 3 %. A piece that is
 // less than a sector of 32 bytes would cost a read besides, alone in memory.
 __device__ __forceinline__ void store_piece(void* to, u32 v) {
     asm volatile(

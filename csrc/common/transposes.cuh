@@ -19,7 +19,7 @@ __device__ __forceinline__ uint4 load_piece(const u8* x, i64 row, i64 at, i64 ro
     return v;
 }
 
-// The matrix to which this block of threads belongs; `block` becomes its number among those of that matrix.
+// The matrix to which this block of threads belongs; `block` becomes its number among the blocks of that matrix.
 template <int HIGH, int BROAD, class Several>
 __device__ __forceinline__ int matrix_here(const Several& several, u32 count, u32& block) {
     int i = 0;

@@ -5,7 +5,7 @@
 // product of its columns of two matrices, [M, columns] and [N, columns]; groups begin at multiples of 128 there, and what
 // lies between them is zero.
 // LPQ_A_E5M2, LPQ_B_E5M2: the element types, where they are not E4M3.
-// LPQ_BLOCKS: scales are of blocks of 128 columns, and in b of so many lines (1 or 128). Else a factor of each line or
+// LPQ_BLOCKS: scales are of blocks of 128 columns, and in b of LPQ_BLOCKS lines (1 or 128). Else a factor of each line or
 // group.
 // LPQ_TALL: rows of a tile, 128 or 256.
 //
@@ -39,8 +39,8 @@ constexpr int BLOCKS = 0;
 constexpr int TALL = LPQ_TALL, WIDE = 128, DEEP = 128;  // rows and columns of a tile, and the elements of a step
 constexpr int A_BYTES = TALL * DEEP, B_BYTES = WIDE * DEEP, BYTES = A_BYTES + B_BYTES;
 constexpr int STAGES = TALL == 256 ? 4 : 6;
-constexpr int PARTS = TALL / 128;  // each warpgroup multiplies so many times 64 rows
-constexpr int BAND = 8;            // so many tiles below each other are taken one after the other
+constexpr int PARTS = TALL / 128;  // times 64 rows that each warpgroup multiplies
+constexpr int BAND = 8;            // tiles below each other that are taken one after the other
 constexpr int GROUP = 128;         // the threads of a warpgroup
 
 struct Scales {

@@ -36,7 +36,7 @@ struct Lines {
     }
 };
 
-// BLOCKS: scales are for 128 elements of a line. POW2: and they are powers of two. Every thread finds those of its rows by
+// BLOCKS: scales are for 128 elements of a line. POW2: and they are powers of two. Every thread finds the scales of its rows by
 // itself, as a warp holds all that they are for.
 template <class F, bool BLOCKS, bool POW2 = false, bool DECODED = false>
 struct RowLines : Side {

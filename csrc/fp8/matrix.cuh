@@ -1,7 +1,7 @@
 // FP8 with one scale for the matrix or, if SQUARE, for each 128 x 128 block: the row and the column operand of a tile.
 //
 // Without SQUARE the amax is the largest of `amaxes` (count of them), which goes to `known` if that is wanted, and
-// `measured`, which must be 0 before, gets the amax of the matrix. With it, `amaxes` are those of the blocks, or null
+// `measured`, which must be 0 before, gets the amax of the matrix. With it, `amaxes` are the amaxes of the blocks, or null
 // to use the blocks' own, which go to `measured` if that is wanted.
 //
 // DECODED: as in lines.cuh.

@@ -1,4 +1,4 @@
-// FP8: the transpose of a matrix of bytes and of its fp32 scales, or those of several in one launch.
+// FP8: the transpose of a matrix of bytes and of its fp32 scales, or of several matrices in one launch.
 //
 // A block of threads takes 256 rows of LPQ_WIDE bytes; a thread 16 bytes of 8 rows.
 #include "transposes.cuh"

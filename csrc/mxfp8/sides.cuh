@@ -1,7 +1,7 @@
 // MXFP8: the row operand and the column operand of a tile.
 //
 // A null pointer leaves its part out: without data only the amaxes are measured. An amax that is given takes the place
-// of the block's own, which LPQ_STATS allows for. Exponents lie column by column: those of a block of all lines together.
+// of the block's own, which LPQ_STATS allows for. Exponents lie column by column: the exponents of one block of all lines together.
 //
 // EXACT: what the operand stands for goes out in place of it, in bf16, of a matrix whose sizes are multiples of 8.
 #pragma once

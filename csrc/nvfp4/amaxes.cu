@@ -1,7 +1,7 @@
 // NVFP4: the amaxes of a matrix alone, from one read: for each block of threads the largest magnitude in its tiles, and where
-// they are wanted those of all blocks of the operands. A null pointer leaves something out.
+// they are wanted the amaxes of all blocks of the operands. A null pointer leaves something out.
 //
-// LPQ_ROTATED: of the column operand, which is rotated. LPQ_STATS: those of blocks are wanted. LPQ_SQUARE: blocks of 16x16 in
+// LPQ_ROTATED: of the column operand, which is rotated. LPQ_STATS: amaxes of blocks are wanted. LPQ_SQUARE: blocks of 16x16 in
 // place of 1x16.
 #include "options.cuh"
 #include "sides.cuh"
@@ -26,11 +26,11 @@ __device__ __forceinline__ void plain_amaxes(const u32 (&w)[ROWS][WORDS], u32 (&
     for (int j = 0; j < 8; ++j) amax[j] = amax_bits(value(words, j));
 }
 
-// Those of the blocks along a tile's columns, on their way.
+// The amaxes of the blocks along a tile's columns, on their way.
 struct ColumnAmaxes {
     alignas(16) u32 of[DOWN][WIDE];
 
-    // Those of this thread's columns, by one of the two that hold a block.
+    // Put the amaxes of this thread's columns, by one of the two threads that hold a block.
     __device__ __forceinline__ void put(const Tile& t, const u32 (&amax)[8]) {
         if (t.lane_row % 16) return;
         uint4* to = (uint4*)&of[t.lane_row / 16][t.lane_col];
@@ -47,7 +47,7 @@ struct ColumnAmaxes {
     }
 };
 
-// Those of the blocks along this thread's rows: it writes half of them, and the other thread of the blocks the others.
+// Store the amaxes of the blocks along this thread's rows: it writes half of them, the other thread of the blocks the rest.
 __device__ __forceinline__ void store_row_amaxes(const Tile& t, const u32 (&w)[ROWS][WORDS], u32* out) {
     const i64 blocks = (t.cols + 15) / 16;
     u32 words[LINES];
@@ -62,7 +62,7 @@ __device__ __forceinline__ void store_row_amaxes(const Tile& t, const u32 (&w)[R
     }
 }
 
-// That of the 16x16 elements of which this thread holds a quarter, in the order of one operand: `line` and `at` say where.
+// Store the amax of the 16x16 elements of which this thread holds a quarter, in the order of one operand, at `line` and `at`.
 __device__ __forceinline__ void store_square_amax(const Tile& t, u32 amax, i64 line, i64 at, i64 lines, i64 blocks, u32* out) {
     amax = max(amax, __shfl_xor_sync(~0u, amax, 1)), amax = max(amax, __shfl_xor_sync(~0u, amax, 16));
     if (t.lane_row % 16 == 0 && t.lane_col % 16 == 0 && line < lines && at < blocks) out[line * blocks + at] = amax;
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<LPQ_INPUT == LPQ_F
             nvfp4::rotated_amaxes(words, of_col);
         else
             nvfp4::plain_amaxes(w, of_col);
-        __syncthreads();  // those of the tile before are on their way out
+        __syncthreads();  // amaxes of the tile before are on their way out
         columns.put(t, of_col);
         __syncthreads();
         columns.store(t, of_cols);

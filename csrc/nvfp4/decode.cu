@@ -1,7 +1,7 @@
 // NVFP4 as LPQ_OUTPUT, rounded once, in the basis in which it is stored, or with LPQ_ROTATED with the random Hadamard
 // transform undone. LPQ_SQUARE: blocks of 16x16 in place of 1x16. LPQ_ROWS: each row has an amax.
 // Without an amax: elements times block scales times 2^-11. They have 6 bits at most, so that rounded to bf16 they are exact.
-// How far scales are apart is said of those of lines below each other and of blocks side by side.
+// Strides of scales are given for lines below each other and for blocks side by side.
 #include "decode.cuh"
 #include "e2m1.cuh"
 #include "options.cuh"

@@ -4,7 +4,7 @@
 // LPQ_ROW: one more than the way the operand is encoded. LPQ_STATS: amaxes of blocks are given or wanted. LPQ_HELD: how many
 // tiles a thread keeps in shared memory.
 //
-// A warp takes tiles of 8 rows and 256 columns. `abreast` warps, a power of two, share out 8 rows: each takes every so many-th
+// A warp takes tiles of 8 rows and 256 columns. `abreast` warps, a power of two, share out 8 rows: each takes every `abreast`-th
 // tile of these, LPQ_HELD + 1 in all or one less. The last of them stays in registers.
 #include "options.cuh"
 #include "sides.cuh"

@@ -22,7 +22,7 @@ __device__ __forceinline__ float significand(float x) {
     return __uint_as_float((__float_as_uint(x) & 0x7fffffu) | 0x3f800000u);
 }
 
-// Whether a number of so many significant bits times the factor can be 1/4, 5/4, 5/2 or 5: half-way between two values of
+// Whether a number with BITS significant bits times the factor can be 1/4, 5/4, 5/2 or 5: half-way between two values of
 // which the lower one is even. If there is one it is next to that times the inverse of the factor, which is subnormal, and
 // says less, where the factor is above 2^126: then it may be.
 template <int BITS>

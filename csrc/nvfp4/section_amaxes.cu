@@ -1,4 +1,4 @@
-// NVFP4: the amax of each section, and that of its rotated columns. A null pointer leaves the first out. They must be 0 before.
+// NVFP4: the amax of each section, and the amax of its rotated columns. A null pointer leaves the first out. They must be 0 before.
 #define LPQ_SECTIONS
 #include "sides.cuh"
 

@@ -1,5 +1,5 @@
 // NVFP4: the row operand and the column operand of a tile. LPQ_STATS: amaxes of blocks are given or wanted. The scales of
-// blocks of 1x16 lie column by column: those of a block of all lines together.
+// blocks of 1x16 lie column by column: the scales of one block of all lines together.
 //
 // EXACT: elements times the scales of their blocks times 2^-11 go out in place of an operand, in bf16, which holds them
 // exactly; of a matrix whose sizes are multiples of 8. In sections, what an operand decodes to, rounded to bf16, in the basis in

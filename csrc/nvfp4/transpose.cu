@@ -1,5 +1,5 @@
-// NVFP4: the transpose of a matrix of nibbles whose rows are padded to 16, of its scales of 16 x 16 and of its amax, or those of
-// several in one launch.
+// NVFP4: the transpose of a matrix of nibbles whose rows are padded to 16, of its scales of 16 x 16 and of its amax, or of
+// several matrices in one launch.
 //
 // A block of threads takes twice LPQ_WIDE rows of 256 nibbles; a thread 16 bytes of 8 rows.
 #include "nibbles.cuh"
