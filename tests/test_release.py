@@ -45,7 +45,7 @@ def after(version: str) -> str:
 def test_every_old_name_ends_in_the_next_version() -> None:
     found = {path.relative_to(ROOT).as_posix(): {*ends(path.read_text())} for path in SOURCES}
     found = {name: versions for name, versions in found.items() if versions}
-    assert {"lpq/moved.py", "lpq/checkpoint/single.py"} <= {*found}
+    assert {"lpq/moved.py", "lpq/checkpoint/former_names.py"} <= {*found}
     late = {name: versions for name, versions in found.items() if versions != {after(VERSION)}}
     assert late == {}, (
         f"this is {VERSION}: take the old names away that end in it, and let others end in {after(VERSION)}"

@@ -10,10 +10,11 @@ rank is the same error on all.
 
 from lpq.checkpoint.background import Saving
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, MissingPlugin, NoCheckpoint
+from lpq.checkpoint.former_names import export_file
 from lpq.checkpoint.info import Info, info
 from lpq.checkpoint.loading import load
 from lpq.checkpoint.saving import save, save_async
-from lpq.checkpoint.single import export_file, import_file
+from lpq.checkpoint.single import import_file
 
 __all__ = [
     "CheckpointError",

@@ -28,7 +28,6 @@ from lpq.checkpoint.tensors import copy, decoded, described, parts, whole
 from lpq.files.claim import whole_file
 from lpq.files.disk import place
 from lpq.files.safetensors import TensorKind
-from lpq.registry.warning import deprecate
 
 
 def write_file(
@@ -50,15 +49,6 @@ def write_file(
     with ranks.error_context(f"nothing is exported to {target}"):
         ranks.first(lambda: _write(target, complete, other, description))
     return target, description
-
-
-def export_file(
-    path: str | Path, model: nn.Module, *, decode: bool = False, process_group: dist.ProcessGroup | None = None
-) -> Path:
-    """Deprecated: call ``lpq.export(model, path, layout="lpq")``, which writes the same file."""
-    call = f'lpq.export(model, path, layout="lpq"{", decode=True" if decode else ""})'
-    deprecate("lpq.checkpoint.export_file", gone_in="0.2", now=f"call {call}")
-    return write_file(model, path, decode, process_group)[0]
 
 
 @model_first

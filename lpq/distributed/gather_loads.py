@@ -111,12 +111,9 @@ class EncodedLoad(_Quantized):
     nobody to send to."""
 
     def __init__(
-        self,
-        gathers: Sequence[Gather],
-        shards: Sequence[Tensor],
-        plans: Sequence[GatherPlan],
+        self, gathers: Sequence[Gather], shards: Sequence[Tensor], plans: Sequence[GatherPlan],
         encoders: Encoders | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """``encoders``: the unit's encoders; None where nothing is sent, and operands stay until they are read."""
         super().__init__(gathers, plans)
         self._plans = plans

@@ -38,8 +38,8 @@ def exact(operand: Storage) -> Exact | None:
 
 
 def decoded(operand: Storage) -> Exact | None:
-    """``impl`` for a format whose decoded values bf16 holds: an element and its scale have 8 bits together at most. A
-    rotation is left where it is."""
+    """Return the exact form of ``operand``: the ``impl`` of a format whose decoded values bf16 holds, as an element and
+    its scale have 8 bits together at most. A rotation is left where it is."""
     return in_its_basis(operand, lambda whole: Exact(decode_rotated(whole, torch.bfloat16)))
 
 

@@ -413,9 +413,8 @@ class Storage:
         """Return the same bytes for a matrix of another dtype; a buffer in the matrix's own dtype is cast."""
         if dtype is self.dtype:
             return self
-        return self.from_tensors(
-            for_dtype(self.quantizer.layout, self.tensors(), dtype), self.quantizer, self.shape, dtype
-        )
+        buffers = for_dtype(self.quantizer.layout, self.tensors(), dtype)
+        return self.from_tensors(buffers, self.quantizer, self.shape, dtype)
 
     def narrow(self, dim: int, start: int, stop: int) -> Self | None:
         """Return the operand of rows (0) or columns (1) ``[start, stop)``, as views; None where that cuts a block, or a

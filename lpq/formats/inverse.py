@@ -12,10 +12,15 @@ NEAR = 4
 
 
 def preimage(function: Callable[[Tensor], Tensor], value: Tensor, guess: Tensor) -> Tensor:
-    """The positive fp32 number next to ``guess`` for which ``function`` returns ``value``; both are 0-dimensional.
+    """Return the positive fp32 number next to ``guess`` for which ``function`` returns ``value``.
 
     Often several numbers give the same quotient: the result is the one with the fewest bits, as a value measured in
     bf16 has few. If no number gives ``value``, which was then computed in another way, the result is ``guess``.
+
+    Args:
+        function: A function of several fp32 numbers at once.
+        value: Its result, 0-dimensional.
+        guess: A number near the one that is sought, 0-dimensional.
     """
     bits = guess.reshape(1).view(torch.int32) + torch.arange(-NEAR, NEAR + 1, dtype=torch.int32, device=guess.device)
     near = bits[bits > 0].view(torch.float32)

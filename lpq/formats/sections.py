@@ -119,9 +119,8 @@ def cat(parts: Sequence[Storage], dim: int, agreed: bool = False) -> Storage | N
     first = parts[0]
     if is_stack(first.shape):
         every = [torch.cat(buffers) for buffers in zip(*(p.tensors() for p in parts), strict=True)]
-        return first.from_tensors(
-            every, first.quantizer, (sum(p.shape[0] for p in parts), *first.shape[1:]), first.dtype
-        )
+        shape = sum(p.shape[0] for p in parts), *first.shape[1:]
+        return first.from_tensors(every, first.quantizer, shape, first.dtype)
     if len(parts) > 1 and first.quantizer.why_no_parts(dim) is not None:
         return None
     sizes = [p.shape[dim] for p in parts]

@@ -65,7 +65,13 @@ class Choice:
 
 
 def choose(op: str, operands: tuple[str, ...], device: torch.device) -> Choice:
-    """Choose the implementation of ``op`` for operands of these quantizers (as strings) on this device."""
+    """Choose the implementation of an operation.
+
+    Args:
+        op: The operation's name, as in ``KernelSpec.op``.
+        operands: The quantizers of the operands, as strings.
+        device: The device on which it runs.
+    """
     index = device.index
     if index is None and device.type == "cuda":  # it means the current one, which may be another the next time
         index = torch.cuda.current_device()

@@ -22,7 +22,7 @@ from lpq.nn.passes import Passes
 from lpq.nn.plan import LayerBuffer, Plan, check_names
 from lpq.recipes import Recipe, RecipeLike, Schedule
 from lpq.recipes.gemms import TENSORS
-from lpq.registry.warning import deprecate
+from lpq.registry.former_names import former_attribute
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.compiling import is_exporting, once_when_traced
 from lpq.torch_private.tensors import local_part
@@ -93,11 +93,7 @@ class StatefulLayer(nn.Module):
         """Without the former name below, which warns: torch.jit.trace reads whatever is listed."""
         return [name for name in super().__dir__() if name != "place"]  # type: ignore[no-untyped-call]
 
-    @property
-    def place(self) -> str:
-        """The former name of ``qualified_name``, until lpq 0.2."""
-        deprecate("layer.place", gone_in="0.2", now="it is layer.qualified_name now")
-        return self.qualified_name
+    place = former_attribute("layer.place", "qualified_name")
 
     @property
     def sized(self) -> str:

@@ -226,7 +226,7 @@ def aligned(bind: Callable[[Encoding], Encode | None], e: Encoding) -> Run:
 
 
 def cached_by_shape(bind: Callable[[Encoding], Encode | None]) -> Callable[..., list[Tensor]]:
-    """Make the ``impl`` of a ``quantize`` that binds. The bound functions of the last few shapes are kept."""
+    """Make the ``impl`` of a ``quantize`` from its ``bind``. The bound functions of the last few shapes are kept."""
     bound = bound_once(partial(aligned, bind))
 
     def quantize(
@@ -266,7 +266,7 @@ def operand_like(storage: Storage) -> Operand:
 
 
 def cached_product(bind: Callable[[Product], Multiply | None]) -> Callable[..., Tensor]:
-    """Make the ``impl`` of a ``gemm`` that binds, as ``cached_by_shape`` does."""
+    """Make the ``impl`` of a ``gemm`` from its ``bind``, as ``cached_by_shape`` does."""
     bound = bound_once(bind)
 
     def gemm(a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool = False) -> Tensor:
@@ -283,7 +283,7 @@ def cached_product(bind: Callable[[Product], Multiply | None]) -> Callable[..., 
 
 
 def cached_transpose(bind: Callable[[Operand, torch.device], Transpose]) -> Callable[[Storage], Storage]:
-    """Make the ``impl`` of a ``transpose`` that binds, as ``cached_by_shape`` does."""
+    """Make the ``impl`` of a ``transpose`` from its ``bind``, as ``cached_by_shape`` does."""
     bound = bound_once(bind)
 
     def transpose(operand: Storage) -> Storage:

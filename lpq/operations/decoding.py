@@ -17,7 +17,12 @@ from lpq.operations.operators import can_call_directly, define, unaliased
 
 
 def decode(operand: Storage, dtype: torch.dtype) -> Tensor:
-    """Return the matrix that an operand stands for, or the matrices of a stack, in memory of their own."""
+    """Return the matrix that an operand stands for, or the matrices of a stack, in memory of their own.
+
+    Args:
+        operand: The operand.
+        dtype: The dtype of the matrix, to which each element is rounded once.
+    """
     first = operand.tensors()[0]
     if operand.quantizer.plain:
         if not torch.compiler.is_compiling():

@@ -91,7 +91,7 @@ def encoded_by(quantizer: Quantizer, x: Tensor, stats: Mapping[str, Tensor], bit
 
 
 def transpose_reference(operand: Storage) -> Storage:
-    """The operand of the transposed matrix."""
+    """Return the transposed ``operand``: of the transposed matrix."""
     quantizer, (rows, cols), first = operand.quantizer, operand.shape, operand.tensors()[0]
     storage = operand.transposed()
     if not isinstance(storage, Storage):
@@ -103,7 +103,12 @@ def transpose_reference(operand: Storage) -> Storage:
 
 
 def decode_reference(operand: Storage, dtype: torch.dtype) -> Tensor:
-    """Return the matrix that the operand stands for, rounded once to ``dtype``."""
+    """Return the matrix that an operand stands for.
+
+    Args:
+        operand: The operand.
+        dtype: The dtype of the matrix, to which each element is rounded once.
+    """
     quantizer, first = operand.quantizer, operand.tensors()[0]
     values = operand.decode()
     if _is_unchecked(quantizer, "decode", first):

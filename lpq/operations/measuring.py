@@ -43,7 +43,13 @@ def measure_again(x: Tensor, row: Quantizer | None, col: Quantizer | None, stats
 
 
 def measure_reference(x: Tensor, row: Quantizer | None, col: Quantizer | None) -> list[Tensor]:
-    """The statistics of ``x`` for these operands, in the order of ``declared``."""
+    """Return the statistics of a matrix for its operands, in the order of ``declared``.
+
+    Args:
+        x: The matrix.
+        row: The quantizer of the row operand; None: it is not wanted.
+        col: The quantizer of the column operand; None: it is not wanted.
+    """
     out: list[Tensor] = []
     for side, dim in measured(row, col):
         own = x.t() if dim else x

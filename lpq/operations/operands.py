@@ -43,8 +43,16 @@ def encode_operands(
     """Encode the matrix ``x``. The state is read, never written: see ``remember``. Buffers lie in memory as encoding
     leaves them, which may be column by column: ``Storage.row_major`` is for operands that are kept.
 
-    ``group``: ``x`` is one of equal shards along dimension 0, whose ranks are in this group. ``x`` may be a stack of
-    matrices. ``measures``: its statistics are returned though there is no state.
+    Args:
+        quantizer: The quantizer of the tensor.
+        x: The matrix, or a stack of matrices.
+        row: Whether the row operand is wanted.
+        col: Whether the column operand is wanted.
+        group: The ranks that have equal shards along dimension 0, of which ``x`` is one; None: ``x`` is whole.
+        state: The statistics of earlier steps, if the quantizer has a state.
+        seed: The seed of random bits, a tensor on the device; None: a new one is drawn where it is needed.
+        offset: The first row of ``x`` in the whole tensor.
+        measures: Whether statistics are returned though there is no state.
     """
     check_input(x)
     *count, rows, cols = x.shape

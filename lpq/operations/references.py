@@ -29,10 +29,16 @@ def quantize_reference(
     """Return the buffers of the wanted operands in the order of their layouts, the row operand's first; then, with
     ``measure``, the statistics of ``x``.
 
-    ``stats``: the statistics to encode with, in the order in which ``measure_reference`` returns them. They may come
-    from other ranks or steps, and be views of one memory. Each that is None is measured; with ``()`` all are. ``seed``
-    is None if no operand rounds stochastically. ``offset`` is the first row of ``x`` in the whole tensor, and
-    ``across`` its first column.
+    Args:
+        x: The matrix.
+        stats: The statistics to encode with, in the order in which ``measure_reference`` returns them. They may come
+            from other ranks or steps, and be views of one memory. Each that is None is measured; with ``()`` all are.
+        row: The quantizer of the row operand; None: it is not wanted.
+        col: The quantizer of the column operand; None: it is not wanted.
+        seed: The seed of random bits; None if no operand rounds stochastically.
+        offset: The first row of ``x`` in the whole tensor.
+        measure: Whether statistics are returned.
+        across: The first column of ``x`` in the whole tensor.
     """
     measured = measure_reference(x, row, col) if measure or not stats or None in stats else []
     all_stats = [m if s is None else s for s, m in zip(stats or measured, measured or stats, strict=True)]
@@ -67,7 +73,15 @@ def plain_gemm(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) ->
 def gemm_reference(
     a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool = False
 ) -> Tensor:
-    """Compute ``decode(a) @ decode(b)ᵀ + bias``, summed in fp32 whatever ``fast_accumulate`` allows."""
+    """Compute ``decode(a) @ decode(b)ᵀ + bias``, summed in fp32.
+
+    Args:
+        a: The left operand.
+        b: The right operand.
+        bias: One number for each row of ``b``, or None.
+        dtype: The dtype of the result.
+        fast_accumulate: Whether a kernel may sum in less than fp32; the reference never does.
+    """
     if a.quantizer.basis == b.quantizer.basis:  # a rotation of both drops out of the product
         left, right = a.decode_rotated(), b.decode_rotated()
     else:

@@ -127,7 +127,16 @@ def remember(
     col: bool = True,
     group: ProcessGroup | None = None,
 ) -> None:
-    """Reduce the statistics that ``encode_operands`` measured in these directions and take them into the state."""
+    """Reduce the statistics that ``encode_operands`` measured and take them into the state.
+
+    Args:
+        quantizer: The quantizer of the tensor.
+        state: The state, which is updated in place.
+        measured: The statistics, as ``Operands.measured`` has them.
+        row: Whether the row operand was encoded.
+        col: Whether the column operand was encoded.
+        group: The ranks that have the other shards; None: statistics are not reduced.
+    """
     sides = (quantizer.side("row") if row else None, quantizer.side("col") if col else None)
     if group is not None and moves(quantizer, *sides):
         apart = quantizer.col_source == "row"  # then equal sides have statistics of their own, too

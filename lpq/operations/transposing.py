@@ -16,8 +16,8 @@ from lpq.operations.sides import quantizer_of
 
 
 def transpose(operand: Storage) -> Storage:
-    """Return the operand of the transposed matrix, or of the transposed matrices of a stack; the quantizer must be
-    transposable."""
+    """Return the transposed ``operand``: of the transposed matrix, or of the transposed matrices of a stack. The
+    quantizer must be transposable."""
     quantizer, shape = operand.quantizer, along("col", operand.shape)
     if not quantizer.transposable:
         raise NotImplementedError(f"{quantizer} is not transposable: encode the transposed matrix in its place")

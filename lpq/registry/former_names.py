@@ -27,3 +27,18 @@ def former(old: str, function: F) -> F:
 
     call.__doc__ = f"The former name of ``{inner.__name__}``."
     return cast("F", classmethod(call) if isinstance(function, classmethod) else call)
+
+
+def former_attribute(old: str, now: str) -> Any:
+    """Return a property under its earlier name, which warns.
+
+    Args:
+        old: The earlier name, with a name for the object.
+        now: The name of the attribute now.
+    """
+
+    def read(self: Any) -> Any:
+        deprecate(old, gone_in="0.2", now=f"it is {old.partition('.')[0]}.{now} now")
+        return getattr(self, now)
+
+    return property(read, doc=f"The former name of ``{now}``.")

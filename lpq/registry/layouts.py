@@ -20,7 +20,13 @@ the limit does not apply. ``lpq.export`` returns it as a note, with the names of
 
 
 def decoded_in_bf16(rows: int, cols: int, dtype: str) -> str | None:
-    """The remark about weights that the package compressed-tensors decodes into bf16, whatever the model's dtype."""
+    """A ``Remark``: on weights that the package compressed-tensors decodes into bf16, whatever the model's dtype.
+
+    Args:
+        rows: The rows of a weight, which are of no consequence.
+        cols: Its columns, likewise.
+        dtype: The dtype of the model.
+    """
     if dtype == "bfloat16":
         return None
     return (

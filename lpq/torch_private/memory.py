@@ -20,7 +20,11 @@ def allocator(device: torch.device, *, dispatched: bool = False) -> Allocate:
     """Return the function that allocates on a device, whose index must be the current one.
 
     Inductor's own function takes the host a quarter of the time of ``torch.empty_strided``, as it bypasses the
-    dispatcher; ``dispatched``: it must not. A torch without it uses ``torch.empty_strided``.
+    dispatcher. A torch without it uses ``torch.empty_strided``.
+
+    Args:
+        device: The device.
+        dispatched: Whether the dispatcher must not be bypassed.
     """
     guards: Any = getattr(torch._C._dynamo, "guards", None)
     allocate = getattr(guards, f"_empty_strided_{device.type}", None)

@@ -1,4 +1,4 @@
-"""Every parameter of a public function is explained under ``Args:`` in its docstring."""
+"""Every parameter of a public function is explained under ``Args:``; a single one may be in the first sentence."""
 
 import importlib
 import inspect
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from reference_page import API, DIRECTIVE, resolve
+from reference_page import DIRECTIVE, PAGES, resolve
 
 PUBLIC = (
     "lpq", "lpq.calibration", "lpq.checkpoint", "lpq.distributed", "lpq.engines", "lpq.nn", "lpq.observe", "lpq.optim",
@@ -22,9 +22,9 @@ GOING = ("export_file",)
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """List the functions that the packages and the pages of the API have, by one of their names."""
+    """List the functions that the packages and the pages of the reference have, by one of their names."""
     names = [f"{module}.{name}" for module in PUBLIC for name in importlib.import_module(module).__all__]
-    names += [match[1] for page in API for match in DIRECTIVE.finditer(page.read_text())]
+    names += [match[1] for page in PAGES for match in DIRECTIVE.finditer(page.read_text())]
     found = {id(value): (path, value) for path in names if inspect.isfunction(value := resolve(path))}
     found |= {id(value): (path, value) for path in METHODS for value in [resolve(path)]}
     return {path: value for path, value in found.values() if path.rpartition(".")[2] not in GOING}
@@ -37,7 +37,9 @@ def unexplained(function: Callable[..., Any]) -> tuple[list[str], list[str]]:
         for p in inspect.signature(function).parameters.values()
         if p.name != "self"
     ]
-    _, _, text = (inspect.getdoc(function) or "").partition("\nArgs:\n")
+    first, _, text = (inspect.getdoc(function) or "").partition("\nArgs:\n")
+    if not text and len(parameters) == 1 and f"``{parameters[0]}``" in first.partition(". ")[0]:
+        return [], []
     told = re.findall(r"^ {4}(\*{0,2}\w+): \S", text, re.MULTILINE)
     return ([], []) if parameters == told else (parameters, told)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from imitated_gpu import HOPPER, Gpu, calls_of
-from lpq_fp8 import groups_hopper
+from lpq_fp8 import groups_hopper, tensor_maps
 from support.modes import Watched
 from test_host_cost import LAUNCHES
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import lpq
 from lpq.distributed.alike import description, digest
-from lpq.kernels import tensor_maps, tiles
+from lpq.kernels import tiles
 from lpq.kernels.cuda import CudaKernel
 from lpq.kernels.fresh import fresh
 from lpq.nn import GroupedLinear, functional, grouped_step

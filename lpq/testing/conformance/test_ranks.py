@@ -200,20 +200,18 @@ def gathered(
 ) -> dict[Direction, Storage]:
     """The operands of the whole: rows as layers gather them, and columns from the encoded parts."""
     side, at_use = one.quantizer.side("col"), made_at_use(one.quantizer)
+    operands: dict[Direction, Storage] = {}
     if cut.dim == 1 or (one.quantizer.col_source == "row" and (side.state or side.stochastic) and not at_use):
-        gathers = [
-            (at, OperandGather(operand_like(result.of(at)), dim, cut, group)) for at, dim in one.operands(cut.dim)
-        ]
-        return {
-            at: gather.whole.storage(gather.finish(gather.begin(result.of(at).tensors()))) for at, gather in gathers
-        }
+        for at, dim in one.operands(cut.dim):
+            gather = OperandGather(operand_like(result.of(at)), dim, cut, group)
+            operands[at] = gather.whole.storage(gather.finish(gather.begin(result.of(at).tensors())))
+        return operands
     spec = one.encoder_spec(local)
     part = bind_part(bind, sent_part(spec), cut, group)
     encoder = gathering(part, bind, spec, cut, group, at_once=at_once).alone(group).encoder
     row, col, _ = encoder.encode(local, one.state or (), seed)
     if encoder.arrive is not None:
         row, col = encoder.arrive(row, col)
-    operands: dict[Direction, Storage] = {}
     if encoder.row is not None:
         operands["row"] = encoder.row.storage(row)
     if encoder.col is not None:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from lpq.formats.sections import capacity, unit
-from lpq.kernels import tensor_maps
 from lpq.kernels.cuda import CudaKernel
 from lpq.kernels.fresh import allocator, fresh
 from lpq.kernels.tiles import multiprocessors
 from lpq.operations.binding import Product
 from lpq.operations.group_products import Run, cached_by_shape, sections_of
 from lpq.operations.group_tiles import bind_padded_ends
+from lpq_fp8 import tensor_maps
 from lpq_fp8.quantizer import FP8Quantizer
 
 ALIGNED = 16
