@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from lpq.kernels import code_cache
+from lpq.kernels.code_cache import KernelCacheWarning as KernelCacheWarning  # its place until it moved
 from lpq.kernels.errors import KernelError
 
 OPTIONS = {"std": "c++17", "fma": False}

@@ -7,12 +7,13 @@ page named is somebody's import, which a rename must not break without a word.
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from reference_page import resolve
-from snippets import PAGES, blocks
+from snippets import PAGES, ROOT, blocks
 
 LIST = Path(__file__).with_name("published.txt")
 DIRECTIVE = re.compile(r"^::: (lpq[\w.]+)$", re.MULTILINE)
@@ -38,10 +39,24 @@ def is_there(name: str) -> bool:
     try:
         resolve(name)
     except (AssertionError, AttributeError):
-        return False
+        return is_in_source(name)
     except ModuleNotFoundError as error:  # the module is there, and the framework that it serves is not installed
         return not str(error.name).startswith("lpq")
     return True
+
+
+def is_in_source(name: str) -> bool:
+    """Whether this is a module that cannot be imported, as the framework that it serves is not installed, or a name
+    that such a module defines."""
+    for module, _, attribute in ((name, "", ""), name.rpartition(".")):
+        path = ROOT / f"{module.replace('.', '/')}.py"
+        if path.exists():
+            try:
+                importlib.import_module(module)
+            except ModuleNotFoundError as error:
+                defined = {getattr(node, "name", "") for node in ast.parse(path.read_text(encoding="utf-8")).body}
+                return not str(error.name).startswith("lpq") and attribute in {"", *defined}
+    return False
 
 
 def published() -> list[str]:

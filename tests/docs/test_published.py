@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from published import LIST, in_code, is_there, published
 
@@ -19,6 +21,17 @@ def test_names_of_the_last_release_are_there() -> None:
 def test_a_name_that_is_gone_is_noticed() -> None:
     assert not any(map(is_there, ("lpq.core.nothing", "lpq.nothing", "lpq.checkpoint.save.nothing")))
     assert is_there("lpq.core.blocks.block_amax"), "which moved"
+
+
+def test_names_of_modules_whose_framework_is_not_installed_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    for framework in ("verl", "torchtitan"):
+        monkeypatch.setitem(sys.modules, framework, None)
+    for module in ("lpq.integrations.verl", "lpq.integrations.torchtitan"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    names = ("lpq.integrations.verl", "lpq.integrations.verl.register", "lpq.integrations.torchtitan.LpqLinear")
+    assert all(map(is_there, names))
+    assert {*names} <= {*published()}
+    assert not any(map(is_there, ("lpq.integrations.verl.nothing", "lpq.integrations.nothing.at_all")))
 
 
 def test_the_pages_are_searched() -> None:
