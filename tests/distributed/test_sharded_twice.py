@@ -33,8 +33,12 @@ def net(recipe: str, weights: Any) -> Any:
 
 
 def sharded(recipe: str, weights: Any, sequence: bool = False, run: str = "", **how: Any) -> Any:
+    return shared(net(recipe, weights), sequence, run, **how)
+
+
+def shared(made: Any, sequence: bool = False, run: str = "", **how: Any) -> Any:
     mesh, plan = mesh_of("dp", "tp"), shared_out("0", "2", 0 if sequence else None)
-    made: Any = parallelize_module(net(recipe, weights), mesh["tp"], plan)
+    made = parallelize_module(made, mesh["tp"], plan)
     if run == "compiled":
         made[2].compile(backend="aot_eager", fullgraph=True)
     for i in (0, 2) if run == "checkpointed" else ():
@@ -80,6 +84,34 @@ def test_training_is_that_of_weights_in_high_precision(rank: int, recipe: str, q
     assert tuple(layer.gather.operands is not None for layer in (made[0], made[2])) == quantized
     notes = {entry.name: entry.note for entry in lpq.report(made).weights}
     assert tuple("gathered as " in notes[name] for name in "02") == quantized, notes
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "mxfp8"])
+@on_ranks(4)
+def test_sums_that_are_exact_are_those_of_one_process(rank: int, recipe: str) -> None:
+    """Sums of few bits do not depend on which rank adds what, so outputs and gradients equal one process's."""
+
+    def passed(made: Any) -> list[Any]:
+        x = torch.randint(-2, 3, (32, WIDTH), generator=torch.Generator().manual_seed(1)).float()
+        y = made(x.requires_grad_())
+        y.sum().backward()
+        return [y.detach(), x.grad]
+
+    def rounded(weights: Any) -> Any:
+        made = net(recipe, weights)
+        made[1] = nn.ReLU()
+        with torch.no_grad():
+            for weight in made.parameters():
+                weight.copy_((weight * 32).round().clamp(-2, 2) / 4)
+        return made
+
+    one = rounded(None)
+    made = shared(rounded("high_precision"))
+    assert equal(passed(made), passed(one))
+    assert all(layer.gather.operands is not None for layer in (made[0], made[2]))
+    with torch.no_grad():
+        made[2].weight.to_local()[0, 0] += rank == 3
+    assert not equal(passed(made), passed(one)), "a weight of one rank is of consequence on all"
 
 
 @on_ranks(4)
