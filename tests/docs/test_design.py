@@ -47,6 +47,22 @@ def test_the_picture_of_the_imports_is_the_rule_that_imports_keep() -> None:
     assert beside(PAGE) == BESIDE
 
 
+def test_the_rules_for_contributors_name_the_same_floors() -> None:
+    """But for modules of lpq itself that others do not import."""
+    page = " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
+    named = page.partition("**Imports point down.** ")[2].partition(". Plugins")[0].replace("`", "")
+    told = [{*floor.split(", ")} for floor in named.split(" ← ")]
+    parts = {name: floor for name, floor in FLOORS.items() if name not in ("importing", "moved")}
+    assert told == [{name for name in parts if parts[name] == floor} for floor in sorted({*parts.values()})]
+
+
+def test_the_table_for_contributors_has_each_folder_of_tests() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    folders = {path.parent.name for path in files("tests/*/test_*.py")}
+    assert len(folders) > 20
+    assert [name for name in sorted(folders) if f"`tests/{name}`" not in page] == []
+
+
 def test_a_picture_with_another_floor_is_noticed() -> None:
     assert floors(PAGE.replace("floor 7", "floor 8")) != FLOORS
     assert beside(PAGE.replace("`train` `cli`", "`cli` `train`")) != BESIDE
