@@ -4,6 +4,7 @@ python -m benchmarks.searched                 writes results/curves/searched.tom
 python -m benchmarks.searched searched-32     writes searched-32.toml, by the mean gradients of 32 batches in place of 4
 python -m benchmarks.searched searched-5m     writes searched-5m.toml, for a time between two uniform recipes; on a GPU
 python -m benchmarks.searched searched-5m-faster    the same for a quarter of the way in place of half of it
+python -m benchmarks.searched searched-between      writes searched-between.toml, beside all recipes of its time
 
 Each prints the predicted times of all recipes, and the command that trains the policy. The model is one of
 ``lpq compare``, trained in bf16 for a while from a seed that the comparison does not have. Times are predicted as
@@ -49,7 +50,7 @@ class Study:
     recipes: tuple[str, ...] = ("mxfp8", "nvfp4")
     """The recipes that products are taken from, beside those in ``uniform``."""
     others: tuple[str, ...] = ()
-    """Recipes of the comparison that cannot be searched with, as they remember earlier steps."""
+    """Recipes of the comparison that are not searched with: they remember earlier steps, or take longer."""
     between: float | None = None
     """The time: 0 is the time of the fastest recipe in ``uniform``, 1 the time of the slowest one; None is 0."""
 
@@ -60,6 +61,14 @@ ONE_OF_THREE = (
     "fprop=nvfp4, dgrad=nvfp4, wgrad=mxfp8",
 )
 """The uniform recipes of about the same time: one product in MXFP8, two in NVFP4."""
+FOUR_BITS = ("nvfp4", "nvfp4-four-over-six")
+IN_TIME = tuple(
+    recipe
+    for kind in FOUR_BITS
+    for recipe in (kind, f"fprop={kind}, dgrad={kind}, wgrad=mxfp8", f"fprop={kind}, dgrad=mxfp8, wgrad={kind}")
+)
+"""The uniform recipes of bf16, MXFP8 and either kind of NVFP4 that take no longer than one with dgrad in MXFP8, each
+with all its products in NVFP4 of one kind."""
 FASTER = partial(
     Study,
     ("nvfp4", "nvfp4-four-over-six", "nvfp4-eden", "mxfp8-fwd-nvfp4-bwd"),
@@ -76,7 +85,15 @@ STUDIES = {
     "searched-32": Study(ONE_OF_THREE, "--seeds 12 --tokens 40k --at-once 1", batches=32),
     "searched-5m": FASTER(between=0.5),
     "searched-5m-faster": FASTER(between=0.25),
-    "searched-5m-slower": FASTER(between=0.8),
+    "searched-between": Study(
+        IN_TIME,
+        "--seeds 16 --tokens 40k --at-once 1",
+        "searched-between",
+        batches=32,
+        recipes=("mxfp8",),
+        others=("mxfp8-fwd-nvfp4-bwd",),
+        between=1,
+    ),
 }
 
 
