@@ -56,9 +56,8 @@ def draw(trainings: Sequence[Training | Curve], path: Path) -> str:
         return "no figure yet, for no recipe has ended beside the baseline of its seed"
     labels = [textwrap.fill(title, LABEL) for title in titles]
     if own:
-        seeds = f"{len(own)} seed{'s'[: len(own) != 1]}"
         spread = "; below: ± its standard deviation over seeds" if len(own) > 1 else ""
-        labels.insert(0, textwrap.fill(f"{base}, mean of {seeds}{spread}", LABEL))
+        labels.insert(0, textwrap.fill(f"{base}, mean of {len(own)} seed{'s'[: len(own) != 1]}{spread}", LABEL))
     lines = sum(label.count("\n") + 1 for label in labels)
     figure = Figure(figsize=(8, 6.2 + 0.2 * lines), layout="constrained")
     FigureCanvasAgg(figure)
@@ -78,10 +77,11 @@ def draw(trainings: Sequence[Training | Curve], path: Path) -> str:
     for i, title in enumerate(titles):
         pairs = [(curve, own[seed]) for seed, curve in curves[title].items() if seed in own]
         mean = _mean([curve for curve, _ in pairs] or curves[title].values())
-        handles += upper.plot(steps[some], mean[some], color=f"C{i % 10}", linewidth=1)
+        style = f"C{i % 10}{'-' if i < 10 else '--'}"  # ten colours, twice
+        handles += upper.plot(steps[some], mean[some], style, linewidth=1)
         if own:
             gap = _mean([[100 * (a / b - 1) for a, b in zip(*pair, strict=True)] for pair in pairs])
-            lower.plot(steps[some], gap[some], color=f"C{i % 10}", linewidth=1.4)
+            lower.plot(steps[some], gap[some], style, linewidth=1.4)
             limits += [min(gap[len(gap) // 4 :]), max(gap[len(gap) // 4 :])]
     upper.set_yscale("log")
     for axis in ("major", "minor"):

@@ -28,7 +28,7 @@ def test_many_long_labels_stand_in_the_picture(tmp_path: Path, monkeypatch: pyte
     original = figures.Figure.savefig
     monkeypatch.setattr(figures.Figure, "savefig", lambda self, *a, **k: (original(self, *a, **k), made.append(self)))
     titles = [
-        f"x=nvfp4(block=16x16, rht=true), w=mxfp8(dtype=e4m3), dy=fp8(scaling=block), wgrad=${i}$" for i in range(9)
+        f"x=nvfp4(block=16x16, rht=true), w=mxfp8(dtype=e4m3), dy=fp8(scaling=block), wgrad=${i}$" for i in range(12)
     ]
     curves = [Curve(title, 0, [2 + 1 / (i + step) for step in range(1, 40)]) for i, title in enumerate(titles)]
     curves.append(Curve("bf16", 0, [2 + 1 / step for step in range(1, 40)], baseline=True))
@@ -43,3 +43,6 @@ def test_many_long_labels_stand_in_the_picture(tmp_path: Path, monkeypatch: pyte
     assert box.y0 >= losses.get_window_extent().y1  # no curve lies under a label
     assert losses.get_window_extent().height > gaps.get_window_extent().height > 100
     assert gaps.get_ylabel() == "gap to bf16 of the same seed (%)"
+    for panel in figure.axes:
+        lines = [line for line in panel.get_lines() if len(line.get_xdata()) > 2]
+        assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(lines) >= len(titles)
