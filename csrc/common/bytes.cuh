@@ -70,15 +70,6 @@ __device__ __forceinline__ void store_row(const Tile& t, u8* out, int i, u32 low
     }
 }
 
-// Rows of N bytes for LINES_ lines, of which lanes write every eighth: a word is left out for that after eight of them.
-template <int LINES_, int N>
-struct Skewed {
-    alignas(4) u8 bytes[LINES_ * N + LINES_ / 2];
-
-    __device__ __forceinline__ u8* operator[](int line) { return bytes + line * N + line / 8 * 4; }
-    __device__ __forceinline__ const u8* operator[](int line) const { return bytes + line * N + line / 8 * 4; }
-};
-
 // N bytes of shared memory that belong to consecutive places of a row of `count` bytes, from `first` on.
 template <int N>
 __device__ __forceinline__ void store_bytes(void* row, i64 first, i64 count, const void* bytes) {

@@ -25,7 +25,7 @@ constexpr bool WHOLE = false;
 constexpr int TALL = LPQ_TALL;
 constexpr int WIDE = LPQ_WIDE;
 constexpr int UNIT = 128;                     // the side of the squares that long blocks belong to
-constexpr int UNITS_DOWN = (TALL + UNIT - 1) / UNIT, UNITS_ACROSS = WIDE / UNIT;  // in a tile
+constexpr int UNITS_ACROSS = WIDE / UNIT;     // in a tile
 constexpr int ROWS = 8;
 constexpr int ABREAST = WIDE / 8;             // lanes that hold a line
 constexpr int THREADS = TALL * WIDE / 64;
@@ -287,15 +287,6 @@ __device__ __forceinline__ void col_amax(const u32 (&w)[ROWS][WORDS], u32 (&amax
     }
 }
 
-// Whether no magnitude of a warp, in words of elements, is infinite or NaN.
-template <int N>
-__device__ __forceinline__ bool all_finite(const u32 (&amax)[N]) {
-    u32 most = amax[0];
-#pragma unroll
-    for (int k = 1; k < N; ++k) most = larger(most, amax[k]);
-    return __all_sync(~0u, (PER_WORD == 2 ? max(most & 0xffffu, most >> 16) : most) < INFINITE);
-}
-
 // Whether none of these elements is infinite or NaN.
 template <int N>
 __device__ __forceinline__ bool are_finite(const u32 (&words)[N]) {
@@ -378,26 +369,7 @@ struct Largest {
             for (int k = 0; k < UNITS_ACROSS; ++k) bits = max(bits, of[lane][k]);
         return __reduce_max_sync(~0u, bits);
     }
-    // Of those that hold elements of the same unit, in every one of them.
-    static constexpr int IN_UNIT = UNIT / WARP_ROWS;  // warps
-    __device__ __forceinline__ u32 of_unit() const {
-        const int lane = threadIdx.x & 31, first = threadIdx.x / 32 / IN_UNIT * IN_UNIT;
-        if (UNITS_ACROSS == 1) return __reduce_max_sync(~0u, lane < IN_UNIT ? of[first + lane][0] : 0);
-        u32 bits = of[first + lane % IN_UNIT][lane / 16 % UNITS_ACROSS];
-#pragma unroll
-        for (int apart = 1; apart < 16; apart *= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, apart));
-        return bits;
-    }
 };
-
-// Those threads wait for each other that hold elements of units side by side.
-__device__ __forceinline__ void wait_for_the_units() {
-    constexpr int THREADS_ = UNIT * WIDE / 64;
-    if (THREADS_ == THREADS)
-        __syncthreads();
-    else
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / THREADS_), "n"(THREADS_) : "memory");
-}
 
 // The largest of all threads' fp32 bits, in every one of them.
 __device__ __forceinline__ u32 block_max(u32 bits, Largest& largest) {

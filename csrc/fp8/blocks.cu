@@ -14,8 +14,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<REGISTERS>) amax(
     __shared__ Largest largest;
     const fp8::Place<true> at(t);
     largest.put(thread_amax(w));
-    wait_for_the_units();
-    const u32 found = largest.of_unit();
+    fp8::wait_for_the_units();
+    const u32 found = fp8::of_unit(largest);
     if (at.writes) *(of_rows ? of_rows + at.in_row : of_cols + at.in_col) = found;
 #else
     __shared__ Columns columns;
@@ -32,10 +32,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, fitting<REGISTERS>) amax(
     }
     if (of_cols) {
         __syncthreads();
-        constexpr int IN_UNIT = WARPS / UNITS_DOWN;  // warps
+        constexpr int IN_UNIT = WARPS / fp8::UNITS_DOWN;  // warps
         const int unit = threadIdx.x / WIDE, line = threadIdx.x % WIDE;
-        const i64 col = (i64)t.across * WIDE + line, down = (i64)t.down * UNITS_DOWN + unit;
-        if (unit < UNITS_DOWN && col < cols && down * UNIT < rows)
+        const i64 col = (i64)t.across * WIDE + line, down = (i64)t.down * fp8::UNITS_DOWN + unit;
+        if (unit < fp8::UNITS_DOWN && col < cols && down * UNIT < rows)
             store_piece(of_cols + col * ((rows + UNIT - 1) / UNIT) + down, columns.largest(line, unit * IN_UNIT, IN_UNIT));
     }
 #endif

@@ -8,6 +8,7 @@
 #include "line_amaxes.cuh"
 #include "scale.cuh"
 #include "transposed.cuh"
+#include "units.cuh"
 
 namespace fp8 {
 
@@ -16,6 +17,15 @@ constexpr bool STATS = true;
 #else
 constexpr bool STATS = false;
 #endif
+
+// Whether no magnitude of a warp, in words of elements, is infinite or NaN.
+template <int N>
+__device__ __forceinline__ bool all_finite(const u32 (&amax)[N]) {
+    u32 most = amax[0];
+#pragma unroll
+    for (int k = 1; k < N; ++k) most = larger(most, amax[k]);
+    return __all_sync(~0u, (PER_WORD == 2 ? max(most & 0xffffu, most >> 16) : most) < INFINITE);
+}
 
 struct Lines {
     u8* data;

@@ -10,6 +10,7 @@
 #include "scale.cuh"
 #include "side.cuh"
 #include "transposed.cuh"
+#include "units.cuh"
 
 namespace fp8 {
 
@@ -72,7 +73,7 @@ __device__ __forceinline__ Factor tile_factor(
         if (p.measured || !p.amaxes) {
             shared.amax.put(thread_amax(w));
             wait_for_the_units();
-            amax = shared.amax.of_unit();
+            amax = of_unit(shared.amax);
             finite = __all_sync(~0u, amax < INF);
         }
         if (p.measured && at.writes) p.measured[place] = amax;

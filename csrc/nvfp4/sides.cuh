@@ -16,6 +16,15 @@ namespace nvfp4 {
 constexpr int ACROSS = WIDE / 16, DOWN = TALL / 16;  // blocks of 16 in a tile
 constexpr int DRAWN = 2;       // calls of Philox that share their keys
 
+// Rows of N bytes for LINES_ lines, of which lanes write every eighth: a word is left out for that after eight of them.
+template <int LINES_, int N>
+struct Skewed {
+    alignas(4) u8 bytes[LINES_ * N + LINES_ / 2];
+
+    __device__ __forceinline__ u8* operator[](int line) { return bytes + line * N + line / 8 * 4; }
+    __device__ __forceinline__ const u8* operator[](int line) const { return bytes + line * N + line / 8 * 4; }
+};
+
 // The scales of a tile of LINES_ x BLOCKS blocks, on their way: of blocks of 16x16 to a matrix that lies row by row.
 template <bool SQUARE, int LINES_, int BLOCKS>
 struct Codes : ByColumns<BLOCKS, LINES_> {};
