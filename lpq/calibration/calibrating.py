@@ -149,7 +149,7 @@ def calibrate(
             passes = ("magnitudes", "statistics") if method == "percentile" else ("statistics",)
             for name in passes:
                 how = MAGNITUDES if name == "magnitudes" else collecting.take_statistics(clips)
-                own = _zeros(chosen, how, model)
+                own = _zeros(model, chosen, how)
                 so_far = _pass(run, bar, how, own, saved, every)
                 statistics = reduce(own, ranks)
                 if name == "magnitudes":
@@ -196,7 +196,7 @@ def _pass(
     return so_far
 
 
-def _zeros(chosen: Sequence[Target], how: Pass, model: nn.Module) -> Statistics:
+def _zeros(model: nn.Module, chosen: Sequence[Target], how: Pass) -> Statistics:
     """Empty statistics: all ranks have the same ones, whichever rank has which batch and layer."""
     own, device = Statistics(), next(model.parameters()).device
     for target in chosen:

@@ -68,7 +68,7 @@ def load(
     view = Model(model)
     view.own_memories()
     with ranks.error_context(what), view.recipes_stay_on_error():
-        plan = ranks.each(lambda: _prepare(checkpoint, view, optimizer, any_policy))
+        plan = ranks.each(lambda: _prepare(view, checkpoint, optimizer, any_policy))
         differ = "the ranks read different files under that name, or hold different models"
         ranks.equal([*plan.matches[0].to_encode], differ, ALIKE)
     reader = plan.reader
@@ -104,7 +104,7 @@ class _Job(NamedTuple):
     loaded: list[Loaded]
 
 
-def _prepare(source: WholeCheckpoint, model: Model, optimizer: Optimizers, any_policy: bool) -> _Job:
+def _prepare(model: Model, source: WholeCheckpoint, optimizer: Optimizers, any_policy: bool) -> _Job:
     """Find everything that can be wrong, before anything is written."""
     info, beside = read(source)
     description = info.description

@@ -61,7 +61,7 @@ def save(
     """
     ranks, target = _agreed(model, directory, step, keep, process_group)
     with ranks.error_context(failing(target)), quiet():
-        state, writer = _prepare(target, model, optimizer, step, extra, keep, ranks)
+        state, writer = _prepare(model, target, optimizer, step, extra, keep, ranks)
         try:
             dcp.save(state, storage_writer=writer, process_group=ranks.group, no_dist=not ranks.many)
         finally:
@@ -99,7 +99,7 @@ def save_async(
     ranks, target = _agreed(model, directory, step, keep, process_group)
     with ranks.error_context(failing(target)), quiet():
         ranks.all(lambda: _check_talk(Model(model), ranks))
-        state, writer = _prepare(target, model, optimizer, step, extra, keep, ranks)
+        state, writer = _prepare(model, target, optimizer, step, extra, keep, ranks)
         group = None
         try:
             ranks.all(lambda: writer.copy(state))
@@ -148,8 +148,8 @@ class _Content(NamedTuple):
 
 
 def _prepare(
-    target: Path,
     model: nn.Module,
+    target: Path,
     optimizer: Optimizers,
     step: int | None,
     extra: Any,

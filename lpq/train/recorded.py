@@ -36,7 +36,7 @@ class Recorded:
     The passes are recorded once they are warm, and anew when layers have got other recipes. All batches have one shape.
     """
 
-    def __init__(self, passes: Passes, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, passes: Passes, device: torch.device) -> None:
         self._passes, self._model, self._device = passes, model, device
         self._layers = [module for module in model.modules() if isinstance(module, StatefulLayer)]
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

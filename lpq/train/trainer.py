@@ -82,7 +82,7 @@ class Trainer:
         stored = policy is not None and config.weights == "quantized"
         initial = {name: value.clone() for name, value in self.model.state_dict().items()} if stored else {}
         self._prepare()
-        recorded = Recorded(self._passes, self.model, self.device) if config.record else None
+        recorded = Recorded(self.model, self._passes, self.device) if config.record else None
         self._run: Passes = recorded or self._passes
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         others = [p for p in self.model.parameters() if p.dim() <= 1]

@@ -1,5 +1,6 @@
 """Every parameter of a public function is explained under ``Args:``; a single one may be in the first sentence."""
 
+import ast
 import importlib
 import inspect
 import re
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 from reference_page import DIRECTIVE, PAGES, resolve
+from test_house import files, found_in, parsed
 
 PUBLIC = (
     "lpq", "lpq.calibration", "lpq.checkpoint", "lpq.distributed", "lpq.engines", "lpq.nn", "lpq.observe", "lpq.optim",
@@ -84,3 +86,24 @@ def test_a_parameter_that_is_not_explained_is_noticed() -> None:
     assert unexplained(swapped) == (["x", "y"], ["y", "x"])
     assert unexplained(told) == ([], [])
     assert len(functions()) > 25
+
+
+def models_behind(source: str) -> list[str]:
+    """The functions in a source that take a model behind something else."""
+    found = []
+    for node in ast.walk(parsed(source)):
+        if isinstance(node, ast.FunctionDef):
+            own = [*node.args.posonlyargs, *node.args.args]
+            names = [arg.arg for arg in own if arg.arg not in ("self", "cls")]
+            types = {arg.arg: ast.unparse(arg.annotation) for arg in own if arg.annotation is not None}
+            if "model" in names[1:] and types.get("model") in ("nn.Module", "Model", "GPT"):
+                found.append(node.name)
+    return found
+
+
+def test_a_model_is_the_first_argument_inside_of_lpq_too() -> None:
+    """But for hooks of other frameworks, options of commands, and ``export_file``, which is going."""
+    modules = [path for path in files("lpq/**/*.py") if path.parent.name not in ("integrations", "cli")]
+    found = found_in(modules, lambda path: models_behind(path.read_text()))
+    assert found == {"lpq/checkpoint/former_names.py": ["export_file"]}
+    assert models_behind("def f(self, path: Path, model: nn.Module): ...\ndef g(model: Model, path): ...") == ["f"]
