@@ -12,8 +12,11 @@ from test_house import files, found_in, parsed
 
 PRONOUNS = r"\b(?:[Tt]hat|[Tt]hose) of\b|\b[Ss]o many\b"
 """``that of`` in place of the noun, and ``so many`` in place of the parameter."""
-HABITS = re.compile(rf"{PRONOUNS}|(?<![^.:] )(?:Of|What|Who|Whose|Whoever|Whatever) [a-z]")
+BEGINNINGS = "(?:Of|What|Who|Whose|Whoever|Whatever) [a-z]"
+HABITS = re.compile(rf"{PRONOUNS}|(?<![^.:] ){BEGINNINGS}")
 """These, and sentences that begin with a part of one."""
+IN_TEXTS = re.compile(rf"{PRONOUNS}|(?:^|[.:] |// ){BEGINNINGS}", re.MULTILINE)
+"""The same where lines are no strings: in pages, and in comments of kernels."""
 
 
 def habits(source: str) -> list[str]:
@@ -31,10 +34,11 @@ def test_sentences_name_their_nouns() -> None:
 
 
 def test_pages_and_comments_of_kernels_name_their_nouns() -> None:
-    texts = files("csrc/**/*.cu", "csrc/**/*.cuh", "docs/**/*.md", "*.md")
+    texts = files("csrc/**/*.cu", "csrc/**/*.cuh", "csrc/**/*.c", "docs/**/*.md", "*.md")
     assert len(texts) > 100
-    assert found_in(texts, lambda path: re.findall(PRONOUNS, path.read_text())) == {}
-    assert re.findall(PRONOUNS, "// Those of column j, for so many rows.") == ["Those of", "so many"]
+    assert found_in(texts, lambda path: IN_TEXTS.findall(path.read_text())) == {}
+    assert IN_TEXTS.findall("    // Those of column j, for so many rows.") == ["Those of", "so many"]
+    assert IN_TEXTS.findall("## What it is\nA result. What it finds") == [". What i"]
 
 
 @pytest.mark.parametrize(

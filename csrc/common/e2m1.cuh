@@ -65,7 +65,7 @@ __device__ __forceinline__ bool is_plain(float amax, float factor) {
 // 9 bits below a code. So of elements times 2^-14, cut to fp16, a code is what comes of adding a part of its step and
 // cutting those bits off: half of the step to round to the nearest, or a random part.
 //
-// Of two elements times 2^-14: sign and code are the upper bits of each half.
+// Two elements times 2^-14: sign and code are the upper bits of each half.
 __device__ __forceinline__ u32 cut_pair(float a, float b) {
     u32 halves;
     asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(b), "f"(a));

@@ -7,8 +7,8 @@
 // and these steps for each tile, between which all threads of the block wait for each other:
 //   find(t, w)    what others need to know of this thread's elements,
 //   scale(t)      what is written for the other threads out of that; only if SCALES,
-//   encode(t, w)  this thread's elements. What is written along rows goes to memory,
-//   store(t)      what is written along columns, and what lines of the tile have in common.
+//   encode(t, w)  this thread's elements. Results along rows go to memory,
+//   store(t)      results along columns, and what lines of the tile have in common.
 // Where encode needs nothing of other threads, it need not wait: WAITS is false, and it may come before the first wait.
 // A step that needs no more than others may be left out. A tile's `store` may run while other threads are in the
 // next tile's `find`.

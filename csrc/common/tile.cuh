@@ -3,8 +3,8 @@
 // 16 or 32 lanes next to each other hold a line of the tile, so that a warp reads and writes pieces of whole lines: a block
 // of 16 or 32 along a row is 2 or 4 lanes. Where 16 lanes do, one of 16 along a column is the two lanes 16 apart. Tiles are
 // tall where a column operand is written, whose lines then go out in large pieces; in tiles of 256 columns lines are read
-// and rows are written in larger pieces, too. Whatever lies outside of the matrix is zero; LPQ_WHOLE says that nothing
-// does, and that lines begin at multiples of 16 bytes, which saves many instructions.
+// and rows are written in larger pieces, too. Elements outside of the matrix are zero; LPQ_WHOLE says that there are
+// none, and that lines begin at multiples of 16 bytes, which saves many instructions.
 #pragma once
 #include "numbers.cuh"
 #ifdef LPQ_SECTIONS
@@ -127,7 +127,7 @@ struct Tile {
 #endif
 };
 
-// Memory that the threads of a block share, for all that is in T. What is more than 48 KiB the host must ask for.
+// Memory that the threads of a block share, for all that is in T. The host must ask for more than 48 KiB.
 constexpr int LARGE_TILE = 96 << 10;
 template <class T>
 __device__ __forceinline__ T& in_shared_memory() {
@@ -226,7 +226,7 @@ __device__ __forceinline__ void load(const Tile& t, const void* x, u32 (&w)[ROWS
 }
 
 // The elements of the next tile, on their way to shared memory while a block works on this one. Each thread copies those that
-// it takes itself. Of whole tiles of 16-bit numbers, where it is WANTED: all else is read when it is taken.
+// it takes itself. For whole tiles of 16-bit numbers, where it is WANTED: all else is read when it is taken.
 template <bool WANTED = true>
 struct Ahead {
     static constexpr bool USED = WANTED && WHOLE && sizeof(Source) == 2;
@@ -360,7 +360,7 @@ struct Largest {
         }
         if (threadIdx.x % (32 / UNITS_ACROSS) == 0) of[threadIdx.x / 32][threadIdx.x % 32 / (32 / UNITS_ACROSS)] = bits;
     }
-    // Of all threads, in every one of them.
+    // The largest of all threads, in every one of them.
     __device__ __forceinline__ u32 of_block() const {
         const int lane = threadIdx.x & 31;
         u32 bits = 0;

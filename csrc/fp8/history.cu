@@ -1,4 +1,4 @@
-// What delayed scaling remembers, after one more step: the newest amax goes to the front of the history, the oldest is
+// The memory of delayed scaling, after one more step: the newest amax goes to the front of the history, the oldest is
 // lost, and the amax for the next step is taken from the history. One block for each of up to three tensors.
 #include "tile.cuh"
 

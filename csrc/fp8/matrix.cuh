@@ -52,7 +52,7 @@ struct Place {
     }
 };
 
-// What the threads of a block share for one side.
+// The memory that the threads of a block share for one side.
 struct InBlock {
     Largest amax, measured;
 };

@@ -45,7 +45,7 @@ typedef struct {
     char letter[MOST], first[MOST];  // of each argument; of each parameter, which may have several
 } Launch;
 
-// What cannot be told here is left to the launch in Python, which has words for it.
+// An error that cannot be told here is left to the launch in Python, which has words for it.
 static PyObject* slowly(Launch* self, PyObject* const* args, Py_ssize_t n) {
     PyErr_Clear();
     return PyObject_Vectorcall(self->slowly, args, (size_t)n, NULL);

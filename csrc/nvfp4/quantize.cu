@@ -5,7 +5,7 @@
 // LPQ_STATS: amaxes of blocks are given or wanted.
 //
 // A block of threads takes several of `count` tiles one after the other, since to find the factors that it looks up
-// takes as long as a tenth of a tile. Of both operands it fetches the next tile while it works on one.
+// takes as long as a tenth of a tile. For both operands it fetches the next tile while it works on one.
 #include "nibbles.cuh"
 #include "options.cuh"
 #include "sides.cuh"

@@ -194,7 +194,7 @@ struct Columns16 : TransposedNibbles {
     }
 };
 
-// What a column operand has on its way: codes and scales, or the exact form. Where that is made stochastically it goes to its
+// A column operand on its way: codes and scales, or the exact form. An exact form that is made stochastically goes to its
 // places at once, which is faster there.
 template <bool EXACT, bool STOCHASTIC, bool SQUARE>
 struct OnTheWay : Columns16<SQUARE> {};
