@@ -14,6 +14,7 @@ from typing import Any
 import lpq
 from benchmarks import widened
 from benchmarks.stored import CHARTS, DOCS, FOLDER
+from lpq.bench.knapsack import ROUNDING
 from lpq.train import beside, gaps, plot, trainings
 from lpq.train.trainings import Training
 
@@ -105,14 +106,17 @@ def beside_searched(found: Sequence[Training], policy: str = "searched") -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def within_time(found: Sequence[Training], policy: str) -> str:
-    """List all recipes that come with lpq and are predicted to take at most as long as a searched policy, and all
-    others that were trained: their times, and how much more loss they have than the policy of the same seed."""
+def within_time(found: Sequence[Training], policy: str, slowest: str | None = None, formats: Sequence[str] = ()) -> str:
+    """List all recipes that are predicted to take at most as long as a searched policy, or as the slowest one that it
+    is compared with, and all others that were trained: their times, and how much more loss they have than the policy
+    of the same seed. These are the recipes that come with lpq, and those with each product in one of some formats."""
     of = {t.title: t for t in found if not t.baseline}
     speeds = {title: widened.speedup(t.settings, lpq.policy(tomllib.loads(t.policy))) for title, t in of.items()}
     settings = of[policy].settings
-    shipped = {name: widened.speedup(settings, recipe) for name, recipe in widened.uniform().items()}
-    fast = {name: speed for name, speed in shipped.items() if speed >= speeds[policy]}
+    uniform = {**widened.composed(formats), **widened.uniform()}
+    all_speeds = {name: widened.speedup(settings, recipe) for name, recipe in uniform.items()}
+    least = speeds[slowest or policy] * (1 - ROUNDING)
+    fast = {name: speed for name, speed in all_speeds.items() if speed >= least}
     cells = {gap.title: gap.cells() for gap in beside.beside([t for t in found if not t.baseline], policy)}
     rows: list[tuple[str, ...]] = [("recipe", "times as fast as bf16", "loss beside the policy's", "± 95 %", "shown")]
     rows.append(("---", "---:", "---:", "---:", "---"))
@@ -140,6 +144,9 @@ def resets(found: Sequence[Training]) -> str:
     return f"A reset found {100 * min(shares):.1f} to {100 * max(shares):.1f} % of the weights to oscillate."
 
 
+BETWEEN = partial(
+    within_time, policy="searched-between", slowest="fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4", formats=widened.FORMATS
+)
 OF: Mapping[str, Callable[[Sequence[Training]], str]] = {
     "table": table,
     "made": made,
@@ -150,7 +157,7 @@ OF: Mapping[str, Callable[[Sequence[Training]], str]] = {
     "beside-32": partial(beside_searched, policy="searched-32"),
     "half-way": partial(within_time, policy="searched-5m"),
     "faster": partial(within_time, policy="searched-5m-faster"),
-    "slower": partial(within_time, policy="searched-5m-slower"),
+    "between": BETWEEN,
 }
 """What a marked place may show."""
 

@@ -61,10 +61,9 @@ ONE_OF_THREE = (
     "fprop=nvfp4, dgrad=nvfp4, wgrad=mxfp8",
 )
 """The uniform recipes of about the same time: one product in MXFP8, two in NVFP4."""
-FOUR_BITS = ("nvfp4", "nvfp4-four-over-six")
 IN_TIME = tuple(
     recipe
-    for kind in FOUR_BITS
+    for kind in widened.FOUR_BITS
     for recipe in (kind, f"fprop={kind}, dgrad={kind}, wgrad=mxfp8", f"fprop={kind}, dgrad=mxfp8, wgrad={kind}")
 )
 """The uniform recipes of bf16, MXFP8 and either kind of NVFP4 that take no longer than one with dgrad in MXFP8, each

@@ -5,7 +5,8 @@ Layers so small gain no time, so times are predicted for layers ``WIDTH`` wide.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,9 +17,12 @@ from lpq import registry
 from lpq.bench.gpus import GPUS, predicted
 from lpq.bench.layers import LayerSize
 from lpq.recipes import Policy, Recipe
+from lpq.recipes.gemms import GEMMS
 from lpq.train.model import GPT, GPTShape
 
 CARD, TOKENS, WIDTH = "b200", 16384, 4096
+FOUR_BITS = ("nvfp4", "nvfp4-four-over-six")
+FORMATS = ("bf16", "mxfp8", *FOUR_BITS)
 
 
 def sizes(layers: int, heads: int, width: int) -> dict[str, LayerSize]:
@@ -54,3 +58,14 @@ def uniform() -> dict[str, Policy]:
     """The recipes that come with lpq, each for all layers."""
     own = (plugin for plugin in registry.plugins() if plugin.builtin)
     return {name: lpq.policy(name) for plugin in own for name in plugin.recipes}
+
+
+def composed(formats: Sequence[str]) -> dict[str, Policy]:
+    """Every recipe that has each of its products in one of some formats, for all layers."""
+    known = uniform()
+    of: dict[str, Policy] = {}
+    for three in itertools.product(formats, repeat=len(GEMMS)):
+        parts = ", ".join(f"{product}={name}" for product, name in zip(GEMMS, three, strict=True))
+        policy = lpq.policy(parts)
+        of[next((name for name, recipe in known.items() if recipe == policy), parts)] = policy
+    return of

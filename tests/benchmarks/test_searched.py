@@ -31,3 +31,23 @@ def test_a_policy_is_searched_under_a_time_between_two_recipes(
     assert f"{widened.whole(layers, None) / fast:.2f} times as fast as bf16, predicted: nvfp4\n" in said
     command = f"python -m lpq compare nvfp4 mxfp8-fwd-nvfp4-bwd {tmp_path / 'tried.toml'} --seeds 1 --out"
     assert command in said
+
+
+def test_a_policy_is_beside_every_uniform_recipe_of_its_time() -> None:
+    """All that have their products in these formats, and one kind of NVFP4; the others of its time mix the kinds."""
+    study = searched.STUDIES["searched-between"]
+    assert study.between == 1, "the time of the slowest one"
+    layers = widened.sizes(layers=1, heads=2, width=64)
+    took = {name: widened.whole(layers, recipe) for name, recipe in widened.composed(widened.FORMATS).items()}
+    assert len(took) == len(widened.FORMATS) ** 3
+    most = max(took[name] for name in study.uniform)
+    within = {
+        name: [part.rpartition("=")[2] for part in name.split(", ")]
+        for name, seconds in took.items()
+        if seconds <= most * (1 + 1e-6)
+    }
+    four_bits = {*widened.FOUR_BITS}
+    assert {name for name, products in within.items() if len(four_bits & {*products}) == 1} == {*study.uniform}
+    assert all(forward in four_bits for forward, *_ in within.values())
+    assert len(within) == 16
+    assert 1.02 < took["mxfp8-fwd-nvfp4-bwd"] / most < 1.04, "it falls outside, and the page says so"
