@@ -136,10 +136,16 @@ def signed(target: Any, name: str) -> str:
     if inspect.isclass(target) and not is_protocol(target):
         text = text.removesuffix(" -> None").removesuffix(" -> 'None'")
     text = re.sub(r"ForwardRef\('([^']*)'\)", r"\1", text)  # annotations of a NamedTuple
+    text = re.sub(r"Union\[((?:[^\[\]]|\[[^\[\]]*\])*)\]", _union, text)  # as torch 2.11 wrote them
     text = re.sub(r"<function (\w+) at 0x\w+>", r"\1", text)
     text = re.sub(r"<function [\w.<>]+ at 0x\w+>", "…", text)
     plain = re.sub(r"'([^']*)'", _unquoted, text)
     return f"`{name}{plain.replace(' -> ', ' → ')}`"  # which no line ends within
+
+
+def _union(match: re.Match[str]) -> str:
+    """The types of a union as they are written today."""
+    return " | ".join(re.split(r", (?![^\[]*\])", match[1]))
 
 
 def _unquoted(match: re.Match[str]) -> str:
