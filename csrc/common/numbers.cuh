@@ -186,7 +186,7 @@ __device__ __forceinline__ u32 cast_pair(float a, float b) {
 }
 #endif
 
-// a·p and b·q as 8-bit floats. A finite number saturates; another one stays so (in E4M3 as NaN).
+// a·p and b·q as 8-bit floats. Finite numbers saturate; infinity and NaN stay (in E4M3 as NaN).
 template <class F>
 __device__ __forceinline__ u32 scale_any(float a, float p, float b, float q);
 

@@ -59,7 +59,7 @@ def test_a_state_that_was_cast_is_fp32_again_whichever_way_it_is_loaded(recipe: 
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_state_that_is_loaded_before_backward_is_moved_by_it(assign: bool) -> None:
-    """``assign=True`` put other tensors in its place, and the pass moved tensors that the layer no longer had."""
+    """``assign=True`` put other tensors in the place of the state, and the pass moved the tensors before these."""
     module, x = layer(), torch.randn(8, 48)
     saved = {key: torch.full_like(value, 3.0) if "amax" in key else value for key, value in module.state_dict().items()}
     y = module(x)

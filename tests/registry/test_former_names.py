@@ -11,6 +11,7 @@ from support.comparing import equal
 
 import lpq
 from lpq.core import QuantizedTensor
+from lpq.formats.format import Direction
 from lpq.operations import binding
 from lpq.operations.binding import Operand, operand_like
 from lpq.registry.former_names import former
@@ -27,9 +28,9 @@ def wrapped() -> Any:
 def over_buffers() -> Any:
     row = lpq.quantizer("mxfp8").quantize(X).row
     assert row is not None
-    sides = [("row", row.quantizer, row.shape, row.dtype)]
-    tensor = QuantizedTensor.over(row.tensors(), sides, row.quantizer, row.shape, row.dtype)  # type: ignore[arg-type]
-    return tensor.row
+    direction: Direction = "row"
+    sides = [(direction, row.quantizer, row.shape, row.dtype)]
+    return QuantizedTensor.over(row.tensors(), sides, row.quantizer, row.shape, row.dtype).row
 
 
 def over_an_operand() -> Any:
