@@ -57,15 +57,16 @@ def check_side(quantizer: Any, side: Any, direction: str, quantizers: type[Any],
         raise _fault(side, cause, "give it no state, or statistics of round 1 with reduce='max'")
     if side.moves and (name := falling(side.state, side.stats, side.remember)) is not None:
         cause = f"{side}: its state {name!r} falls as a statistic rises, and ranks combine their states by MAX"
-        raise _fault(
-            side, cause, "remember the statistic itself, as an amax, and compute what falls in recall or encode"
-        )
+        raise _fault(side, cause, "remember the statistic itself, an amax, and compute what falls in recall or encode")
     if cls.measure is not quantizers.measure and cls.stats is quantizers.stats:
         cause = f"{side}: {cls.__name__}.measure is never called, since stats declares nothing"
         remedy = f"declare what it returns, {cls.__name__}.stats, or take measure away"
         raise _fault(side, cause, remedy)
     if (unfit := why_unfit(side, storages)) is not None:
         raise _fault(side, *unfit)
+    if side.storage.wrap.__func__ is not storages.wrap.__func__:
+        cause = f"{side}: {side.storage.__name__}.wrap is never called, since it is from_tensors now"
+        raise _fault(side, cause, "define from_tensors in its place")
     if side.transposable and side.storage.transposed is storages.transposed:
         storage = side.storage.__name__
         cause = f"{side} is declared transposable, and {storage} has no transposed()"

@@ -88,6 +88,7 @@ STORAGES: dict[str, dict[str, Any]] = {
     "DecodesToBf16": {"decode": lambda self: Rows.decode(self).bfloat16()},
     "DecodesTheTranspose": {"decode": lambda self: Rows.decode(self).t()},
     "OneBuffer": {"layout": Rows.layout[0]},
+    "MadeByItsFormerName": {"wrap": classmethod(lambda cls, *given: Rows.from_tensors(*given))},
 }
 for name, members in QUANTIZERS.items():
     globals()[name] = dataclass(frozen=True)(type(name, (Right,), {**members, "__module__": __name__}))
@@ -125,6 +126,11 @@ WRONG = [
     ),
     ("OneStat", "Rows", "which is no tuple of Stat. Remedy: write a tuple, (Stat(…),), with a comma if it is one"),
     ("Right", "OneBuffer", "which is no tuple of Buffer. Remedy: write a tuple, (Buffer(…),), with a comma"),
+    (
+        "Right",
+        "MadeByItsFormerName",
+        "MadeByItsFormerName.wrap is never called, since it is from_tensors now. Remedy: ",
+    ),
     ("Transposes", "Rows", "is declared transposable, and Rows has no transposed(). Remedy: define Rows.transposed"),
     ("Transposes", "TurnsTheDataOnly", "TurnsTheDataOnly.transposed returned scale of shape [16, 40] for [40, 16]"),
     ("MakesItsSides", "Rows", "MakesItsSides.side('row') makes a new quantizer whenever it is called. Remedy: make it"),
