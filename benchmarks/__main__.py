@@ -17,6 +17,7 @@ python -m benchmarks.hot_channels                           losses with a few ch
 python -m benchmarks.oscillation                            losses with oscillating masters set back to their codes
 python -m benchmarks.after_step                             what an optimizer could save that leaves operands behind
 torchrun --nproc-per-node 2 -m benchmarks.after_step        the same where FSDP2 shards the weights
+python -m benchmarks.by_commit COMMIT...                    a step by each of several commits, on two GPUs
 python -m benchmarks llama --recipe fp8-current             Hugging Face's Llama of 1B weights; needs transformers
 python -m benchmarks llama --fused --layers 6 --hidden 4096 --width 14336 --batch 2 --sequence 4096  as wide as an 8B
 python -m benchmarks llama --fused --layers 2 --hidden 4096 --width 14336 --experts 8       Mixtral, so wide

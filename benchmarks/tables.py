@@ -5,8 +5,10 @@ A ratio divides by what its title names, so a ratio of times below 1 is better.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich import box
@@ -405,6 +407,38 @@ def saving(result: Result) -> dict[str, Table]:
     return {"times": Table(title, [*columns, "ms a step", "ms lost meanwhile"], cells)}
 
 
+def by_commit(result: Result) -> dict[str, Table]:
+    """By commit the time of a step ÷ bf16's in the same processes, also the host's and the GPU's alone; ± half of what
+    passes differ by, in percent. And the functions of lpq that a step calls."""
+    found = {(row["measured"], row["recipe"], row["commit"]): row for row in result["results"]}
+    commits = [one["commit"] for one in result["commits"]]
+    shown = [at for at in dict.fromkeys(at[:2] for at in found) if at[1] != "bf16"]
+
+    def passes(measured: str, recipe: str, commit: str, reading: str) -> list[float]:
+        """The times of the slower rank."""
+        ranks = found.get((measured, recipe, commit), {}).get(reading, [])
+        return [max(times) for times in zip(*ranks, strict=False)]
+
+    def cell(measured: str, recipe: str, commit: str, reading: str) -> str:
+        mine, base = (passes(measured, who, commit, reading) for who in (recipe, "bf16"))
+        if not mine or not base or not statistics.median(base):
+            return NONE
+        middle = statistics.median(mine)
+        return f"{ratio(middle, statistics.median(base))} ± {50 * (max(mine) - min(mine)) / middle:.0f}"
+
+    def lines(of: Callable[[str, str, str], str]) -> list[list[str]]:
+        return [[f"{at[0]}, {at[1].removeprefix('fp8-')}", *(of(*at, commit) for commit in commits)] for at in shown]
+
+    made = {
+        "commits": Table("Commits", ["new in it", "commit"], [[one["new"], one["commit"]] for one in result["commits"]])
+    }
+    for what, title in (("wall", "A step"), ("host", "The host alone"), ("gpu", "The GPU alone")):
+        rows = lines(partial(cell, reading=f"{what}_us"))
+        made[what] = Table(f"{title}: ÷ bf16 ± % (below 1 is better)", ["", *commits], rows)
+    calls = lines(lambda *at: str(found.get(at, {}).get("calls", NONE)))
+    return {**made, "calls": Table("Functions of lpq that a step calls", ["", *commits], calls)}
+
+
 def map_of_sizes(result: Result) -> dict[str, Table]:
     """The map of `lpq bench` for each recipe: how many times as fast as bf16 it is."""
     shapes, heading = result["shapes"], speedups.title(result["environment"])
@@ -423,6 +457,7 @@ OF = {
     "llama": llama,
     "layouts": layouts,
     "saving": saving,
+    "by_commit": by_commit,
     "scaling": scaling,
 }
 """The tables of each part."""
