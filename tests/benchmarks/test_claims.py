@@ -24,10 +24,12 @@ PAGES = {
         "docs/evidence.md",
         "docs/numerics.md",
         "docs/policies.md",
+        "benchmarks/NOTES.md",
     )
 }
 WIDE = "llama-6x4096-14336-2x4096-liger-positions-recorded"
 ATTENTION = "attention compiled, fused, recorded", "recorded, compiled"
+RECIPES = ("current", "delayed")
 FP8 = ("fp8-current", "fp8-delayed", "fp8-block", "fp8-row")
 
 
@@ -200,6 +202,34 @@ def test_layouts_of_four_gpus(results: dict[str, dict[str, Any]]) -> None:
         layout for layout, _ in times if times[layout, "lpq fp8-current, compiled"] < times[layout, "bf16, compiled"]
     }
     assert faster == {"FSDP 4", "FSDP 4, CUDA graphs", "TP 4", "TP 4, overlapped"}
+
+
+def test_a_step_by_each_commit(results: dict[str, dict[str, Any]]) -> None:
+    table = tables.by_commit(results["by_commit"])["wall"]
+    of_commit = {row[0]: [cell.partition(" ")[0] for cell in row[1:]] for row in table.rows}
+    commits = [*table.columns[1:]]
+
+    def change(*rows: str, by: str = "") -> tuple[str, ...]:
+        """Before and after a commit, or from the first to the last."""
+        places = [commits.index(by) - 1, commits.index(by)] if by else [0, -1]
+        return tuple(of_commit[row][place] for row in rows for place in places)
+
+    page = "benchmarks/NOTES.md"
+    current, delayed = ([f"pair {how}, {recipe}" for how in ("replicated", "sequences")] for recipe in RECIPES)
+    sentence = "The pair: # → # replicated and # → # with sequences; delayed # → # and # → #."
+    assert said(page, sentence) == change(*current, *delayed)
+    assert said(page, "(# → # and # → #, a quarter of the calls)") == change(*current, by="e945f3e5")
+    assert said(page, "which reduces states once (# → # and # → #)") == change(*delayed, by="125cd7ee")
+    assert said(page, "Small groups: # → #, most by 233c2f80") == change("grouped small, current")
+    assert said(page, "of all layers (# → #)") == change("grouped small, current", by="233c2f80")
+    units = [f"unit, {recipe}" for recipe in RECIPES]
+    assert said(page, "The unit: # → # (by pass # to #), delayed # → #, most by 40192597")[::5] == change(*units)[::3]
+    assert said(page, "weights together (# → #, delayed # → #)") == change(*units, by="40192597")
+    without = of_commit["unit, current, weights=None"]
+    assert said(page, "With `weights=None` it is # to # at all commits") == (min(without), max(without))
+    assert said(page, "and yet up to # of its step") == (max(of_commit["plain wide, current"]),)
+    spread = max(int(cell.rpartition(" ")[2]) for row in table.rows if row[0].startswith("plain") for cell in row[1:])
+    assert f"passes differ by up to ± {spread} %" in PAGES[page]
 
 
 def test_the_range_of_single_layers(results: dict[str, dict[str, Any]]) -> None:
