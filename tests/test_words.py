@@ -12,7 +12,7 @@ from test_house import files, found_in, parsed
 
 PRONOUNS = r"\b(?:[Tt]hat|[Tt]hose) of\b|\b[Ss]o many\b"
 """``that of`` in place of the noun, and ``so many`` in place of the parameter."""
-BEGINNINGS = "(?:Of|What|Who|Whose|Whoever|Whatever) [a-z]"
+BEGINNINGS = "(?:Of|What|Who|Whose|Whoever|Whatever) [a-z`]"
 HABITS = re.compile(rf"{PRONOUNS}|(?<![^.:] ){BEGINNINGS}")
 """These, and sentences that begin with a part of one."""
 IN_TEXTS = re.compile(rf"{PRONOUNS}|(?:^|[.:] |// ){BEGINNINGS}", re.MULTILINE)

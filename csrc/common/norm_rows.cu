@@ -66,7 +66,7 @@ struct Batch {
             }
     }
 
-    // What `part` makes of a sum and each element.
+    // The value that `part` makes of a sum and each element.
     template <class Part>
     __device__ __forceinline__ float add_to(float total, i64 pieces, i64 first, Part part) const {
 #pragma unroll

@@ -66,7 +66,7 @@ class SomeRows(NamedTuple):
 
     how: HowEncoded
     tensors: list[Tensor]
-    """What ``buffers`` is given; where random bits are drawn, what it returns."""
+    """The arguments of ``buffers``; where random bits are drawn, its results."""
 
 
 class EncodedRows(NamedTuple):

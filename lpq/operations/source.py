@@ -54,9 +54,9 @@ class Activation(NamedTuple):
     """An activation function of an MLP."""
 
     gated: Between
-    """Of ``gate`` and ``up``: the activation of ``gate`` times ``up``, rounded twice, as modules of PyTorch do it."""
+    """The activation of ``gate`` times ``up``, rounded twice, as modules of PyTorch do it."""
     alone: Between
-    """Of ``up``: its activation."""
+    """The activation of ``up``."""
 
     @property
     def is_high(self) -> bool:

@@ -1,5 +1,5 @@
-"""What ``help`` shows of a class whose fields are its interface. Python keeps no docstring of a field, so they are read
-from the source, when somebody asks."""
+"""The text that ``help`` shows of a class whose fields are its interface. Python keeps no docstring of a field, so they
+are read from the source, when somebody asks."""
 
 from __future__ import annotations
 
