@@ -124,8 +124,8 @@ def check_parallel(layer: WeightedLayer, input: Tensor, weight: Any) -> None:
     mesh, placements = weight.device_mesh, weight.placements
     if mesh.ndim == 1 and not placements[0].is_shard():
         raise ValueError(
-            f"{layer.title}: its weight is the same on all ranks of {mesh}, and a layer with a recipe multiplies parts "
-            "of one: give it ColwiseParallel or RowwiseParallel, or have the policy leave it in high precision"
+            f"{layer.title}: its weight lies over {mesh} as {placements[0]!r}, and a layer with a recipe multiplies a "
+            "Shard: give it ColwiseParallel or RowwiseParallel, or have the policy leave it in high precision"
         )
     if mesh.ndim != 1:
         raise RuntimeError(

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import lpq
 from lpq.distributed import tensor_parallel as tp
@@ -252,7 +253,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[int, ...], type[Exception], str]] = [
      "output_layouts=S.*4.* 3 dim"),
     ({"sizes": (64, 64), "_0": tp.ColwiseParallel(input_layouts=1)}, (), TypeError,  # type: ignore[arg-type]
      "input_layouts=1 is no placement"),
-    ({"sizes": (64, 64), "_0": tp.SequenceParallel()}, (2, 64, 64), ValueError, "its weight is the same on all ranks"),
+    ({"sizes": (64, 64), "_0": tp.SequenceParallel()}, (2, 64, 64), ValueError, r"its weight lies .* as Replicate\(\)"),
     ({"sizes": (64, 64), "_0": PREPARED}, (2, 64, 64), TypeError,
      "its input is a DTensor, and its weight is not: give the layer a style"),
 ]  # fmt: skip
@@ -270,6 +271,11 @@ def test_what_cannot_be_shared_out_is_refused_by_the_name_of_the_layer(rank: int
         words = rf"is \[64, {least}\], and for a layer that is given {kind} .* be {96 - least}: take the other style"
         with pytest.raises(ValueError, match=rf"layer 1, .*: the input of this rank {words}"):
             _layers("mxfp8", 64, 64, 64, _0=style, _1=style)(x[:, :given])
+    pairs = _layers("mxfp8", 64, 128, _0=COLUMNS)  # each rank has a piece of each half of the rows
+    pieces = DTensor.from_local(pairs[0].weight.to_local(), mesh_of(), [_StridedShard(0, split_factor=2)])
+    pairs[0].weight = nn.Parameter(pieces)
+    with pytest.raises(ValueError, match=r"layer 0, .*: its weight lies .* as _StridedShard\(dim=0, sf=2\), "):
+        pairs(x)
     static = _layers("x=fp8(static=true), w=fp8, dy=fp8", 64, 64, _0=COLUMNS)
     for value, refused in ((0.0, True), (2.0, False)):
         static[0].x_amax.fill_(value)
