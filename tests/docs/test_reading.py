@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 import torch
 from imitated_gpu import imitated_gpu
 from snippets import ROOT
+from torch import Tensor, nn
 
 import lpq
 from lpq.kernels.cuda import CudaKernel
+from lpq.nn import Layer
+from lpq.registry import hookimpl
 
 PAGE = (ROOT / "docs" / "reading.md").read_text()
 
@@ -88,6 +92,41 @@ def test_it_has_the_kernels_that_its_recipe_runs(bias: bool, product: str) -> No
     assert products == [product]
     assert "square.cu" in sources
     assert "`csrc/fp8/square.cu`" in PAGE
+
+
+class Adopted(Layer, nn.Conv1d):
+    in_features, out_features = 128, 64
+
+
+class Unfolded(nn.Module):
+    """A convolution of length 4, as a product."""
+
+    def __init__(self, conv: nn.Conv1d, recipe: Any) -> None:
+        super().__init__()
+        self.product = lpq.nn.Linear(128, 64, bias=False, recipe=recipe)
+        self.product.weight = nn.Parameter(conv.weight.detach().flatten(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.product(x.unfold(2, 4, 1).permute(0, 2, 1, 3).flatten(2))
+        return y.transpose(1, 2)
+
+
+class Convolutions:
+    @hookimpl
+    def lpq_convert_module(self, module: nn.Module, fqn: str, recipe: Any) -> nn.Module | None:
+        return Unfolded(module, recipe) if type(module) is nn.Conv1d else None
+
+
+def test_a_convolution_has_a_linear_inside(register: Callable[..., object]) -> None:
+    assert "the hook returns a module with an `lpq.nn.Linear` inside: a convolution unfolds its input" in PAGE
+    x, net = torch.randn(2, 32, 35), nn.Sequential(nn.Conv1d(32, 64, 4, bias=False))
+    expected = net(x)
+    register(Convolutions(), name="acme")
+    torch.testing.assert_close(lpq.convert(net, "identity")(x), expected)
+    assert [entry.name for entry in lpq.report(net).converted] == ["0"]
+    layer = Adopted.adopt(nn.Conv1d(32, 64, 4, bias=False), "mxfp8")
+    with pytest.raises(ValueError, match=r"the weight is \[64, 32, 4\], and must be \[outputs, 128\]"):
+        layer(torch.randn(2, 32, 128))
 
 
 def test_its_files_are_about_as_long_as_it_says() -> None:
