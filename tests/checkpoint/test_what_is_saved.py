@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -393,3 +394,9 @@ def test_a_weight_takes_its_master(given: bool, tmp_path: Path) -> None:
     checkpoint.load(plain, tmp_path, torch.optim.SGD(plain.parameters(), lr=0.1) if given else None, any_policy=True)
     assert torch.equal(plain[0].weight, optimizer.masters[net[0].weight])
     assert not torch.equal(plain[0].weight, net[0].weight.dequantize())
+
+
+def test_the_package_names_the_files_that_lpq_adds(tmp_path: Path) -> None:
+    path = checkpoint.save(lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8"), tmp_path / "one")
+    files = {file.name for file in path.iterdir() if file.suffix != ".distcp"} - {".metadata"}
+    assert {*re.findall(r"``(\w+\.(?:json|pt))``", checkpoint.__doc__ or "")} == files

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import mesh_of, on_one, on_ranks
+from ranks import imitated_ranks, mesh_of, on_one, on_ranks
 from support import small_models
 from support.comparing import equal
+from support.hugging_face import small
 from test_tensor_parallel import held_groups
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -408,3 +409,16 @@ def test_what_ranks_cannot_share_out_is_refused(rank: int) -> None:
             parallelize_module(Experts(recipe), mesh, ExpertParallel(dispatch="encoded"))
     with pytest.raises(TypeError, match="was called with 1 arguments, and a module of experts takes rows and where"):
         parallelize_module(Experts("mxfp8"), mesh, ExpertParallel())(torch.ones(4, WIDTH))
+
+
+def test_shared_out_experts_have_the_attributes_of_the_page_on_the_design() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
+    table, _, others = page.partition("a layer has five:\n")[2].partition("A copy")[0].partition("Under tensor")
+    told = {*re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE), *re.findall(r"`(\w+)`", others)}
+    plain, model = small("Qwen3Moe"), lpq.convert(small("Qwen3Moe"), "mxfp8", fuse=True)
+    before, experts = (net.model.layers[0].mlp.experts for net in (plain, model))
+    with imitated_ranks():
+        parallelize_module(experts, mesh_of(), ExpertParallel())
+    own = {name for name in vars(experts).keys() - vars(before).keys() if not name.startswith("_")}  # torch's
+    assert own >= {"gate", "dispatched", "expert_exchange"}
+    assert own == told - {"gather", "layouts"}

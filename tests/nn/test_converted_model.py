@@ -52,7 +52,7 @@ def test_a_layer_has_few_attributes_of_its_own(policy: Any, weights: Any) -> Non
 
 @pytest.mark.parametrize("of", ["Llama", "Qwen3Moe", "GptOss", "Conv1D"])
 def test_a_layer_of_any_kind_has_at_most_six(of: str) -> None:
-    """Also a block or norm that ``lpq.fuse`` extends. Parallelism adds one: ``layouts`` or ``expert_exchange``."""
+    """Also a block or norm that ``lpq.fuse`` extends. Tensor parallelism adds ``layouts``."""
     before, model = (nn.Sequential(Conv1D(64, 64)) if of == "Conv1D" else small(of) for _ in range(2))
     lpq.convert(model, "fp8-current", fuse=True)
     if of == "Conv1D":
