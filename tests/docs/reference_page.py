@@ -131,7 +131,7 @@ def signed(target: Any, name: str) -> str:
     if not (inspect.isfunction(target) or inspect.isclass(target)) or is_error(target):
         return f"`{name}`"
     signature = inspect.signature(target.__call__ if is_protocol(target) else target)
-    kept = [p for p in signature.parameters.values() if p.name not in ("self", "cls")]
+    kept = [p for p in signature.parameters.values() if p.name not in ("self", "cls") or p.annotation is not p.empty]
     text = str(signature.replace(parameters=kept, return_annotation=signature.return_annotation))
     if inspect.isclass(target) and not is_protocol(target):
         text = text.removesuffix(" -> None").removesuffix(" -> 'None'")

@@ -104,6 +104,7 @@ def test_the_lists_have_names_and_signatures() -> None:
     lists = "".join(found for page in reference_page.PAGES for found in reference_page.MADE.findall(page.read_text()))
     assert lists.count("\n- `") > 100
     assert ") → " in lists
+    assert "`format_of(cls: type) → FormatSpec`" in lists, "a parameter of a function, which is no method"
 
 
 def test_one_page_leads_to_every_name() -> None:
