@@ -95,8 +95,8 @@ static PyObject* launch(PyObject* of, PyObject* const* args, size_t flags, PyObj
         default:
             slots[i] = (uint64_t)PyLong_AsLongLong(args[i]);
         }
+        if (PyErr_Occurred()) return slowly(self, args, n);  // the next argument may be an object of Python, with code
     }
-    if (PyErr_Occurred()) return slowly(self, args, n);
     for (int i = 0; i < self->parameters; ++i) parameters[i] = &slots[(int)self->first[i]];
     Config config = self->config;
     if (stream_of(self->current_stream, self->device, &config.stream)) return NULL;
@@ -117,6 +117,8 @@ static PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject* names)
                           &current_device, &current_stream, &in_python))
         return NULL;
     if (count > MOST || parameters > count) return PyErr_Format(PyExc_ValueError, "%zd arguments are too many", count);
+    const long index = PyLong_AsLong(device);
+    if (PyErr_Occurred()) return NULL;
     Launch* self = (Launch*)type->tp_alloc(type, 0);
     if (!self) return NULL;
     self->call = launch;
@@ -125,8 +127,7 @@ static PyObject* launch_new(PyTypeObject* type, PyObject* args, PyObject* names)
     self->function = (void*)(uintptr_t)function;
     self->letters = (int)count, self->parameters = (int)parameters;
     memcpy(self->letter, letters, (size_t)count), memcpy(self->first, first, (size_t)parameters);
-    self->index = PyLong_AsLong(device);
-    self->device = Py_NewRef(device), self->current_device = Py_NewRef(current_device);
+    self->index = index, self->device = Py_NewRef(device), self->current_device = Py_NewRef(current_device);
     self->current_stream = Py_NewRef(current_stream), self->slowly = Py_NewRef(in_python);
     return (PyObject*)self;
 }

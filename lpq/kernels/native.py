@@ -59,8 +59,8 @@ def _made() -> tuple[Any | None, str | None]:
     why = lacking()
     if why is not None or compiler is None:
         return None, why
-    how = (source.read_bytes(), sys.version, sysconfig.get_platform(), compiler, OPTIONS)
-    name = f"{code_cache.DIGEST(repr(how).encode()).hexdigest()}.so"
+    python = sys.version, sysconfig.get_platform(), sysconfig.get_config_var("SOABI")  # a debug build has its own
+    name = f"{code_cache.DIGEST(repr((source.read_bytes(), *python, compiler, OPTIONS)).encode()).hexdigest()}.so"
     try:
         code, place = code_cache.compiled(name, lambda: _compiled(compiler, headers, source))
         if place is not None:

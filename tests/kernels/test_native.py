@@ -112,6 +112,28 @@ def test_another_device_and_a_status_are_left_to_python(calls: Any) -> None:
     assert len(driver.told) == 1
 
 
+def test_no_code_of_python_runs_once_an_argument_is_refused(calls: Any) -> None:
+    """An exception waits then, and Python's code takes none."""
+    ran: list[str] = []
+
+    class Number:
+        def __index__(self) -> int:
+            ran.append("here")
+            return 2
+
+    driver, number = Driver("PqI"), Number()
+    launch = driver.bound(calls, "PqI")
+    launch("1", number, 3)
+    assert (driver.told, driver.slowly, ran) == ([], [("1", number, 3)], [])
+    launch(1, number, 3)
+    assert (len(driver.told), ran) == (1, ["here"])
+
+
+def test_a_device_that_is_no_number_is_refused(calls: Any) -> None:
+    with pytest.raises(TypeError, match="integer"):
+        calls.Launch(1, ctypes.addressof(Config()), 1, "", b"", "cuda", *[lambda: 0] * 3)
+
+
 @pytest.mark.parametrize("scaled", [True, False])
 def test_a_product_sets_what_changes_and_multiplies(scaled: bool, calls: Any) -> None:
     """In threads that share it, too: nobody's scales come into another's product."""
@@ -168,6 +190,25 @@ def test_without_a_compiler_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, 
     native._made.cache_clear()
     assert native.why_not() == "there is no C compiler"
     native._made.cache_clear()
+
+
+def test_a_debug_build_of_python_has_a_library_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have the same version to the letter, and its library has symbols that the usual Python lacks."""
+    names: list[str] = []
+
+    def asked(name: str, compile: Callable[[], bytes]) -> None:
+        names.append(name)
+        raise OSError
+
+    monkeypatch.setattr(native.code_cache, "compiled", asked)
+    for abi in ("cpython-311-x86_64", "cpython-311d-x86_64", "cpython-311-x86_64"):
+        monkeypatch.setattr(native.sysconfig, "get_config_var", {"SOABI": abi}.get)
+        native._made.cache_clear()
+        native.calls()
+    native._made.cache_clear()
+    if not names:
+        pytest.skip(f"{native.lacking()}")
+    assert names[0] == names[2] != names[1]
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
