@@ -44,7 +44,7 @@ SUBJECTS = {
     "ranks that differ at their first gather or step": "distributed/gather_check.py optim/wrapper.py",
     "other frameworks, undoing a conversion, names of earlier versions": (
         "checkpoint/argument_order.py checkpoint/former_names.py importing.py integrations/*.py moved.py "
-        "nn/first_argument.py nn/restoring.py "
+        "nn/first_argument.py nn/restoring.py nn/undoing.py "
         "registry/field_docs.py registry/former_names.py registry/shipped.py"
     ),
 }

@@ -27,6 +27,7 @@ from lpq.nn.sharded_weights import Weights, check_options, check_weights, prepar
 from lpq.nn.siblings import SharedInputs
 from lpq.nn.stages import Stages, last_change
 from lpq.nn.stateful_layer import StatefulLayer
+from lpq.nn.undoing import undone_if_refused
 from lpq.nn.unwrapping import inside_of
 from lpq.nn.wanted import Accumulate
 from lpq.recipes import Include, Policy, PolicyLike, Steps
@@ -118,13 +119,12 @@ def convert(
     modules = {name: model.get_submodule(name) for name in plan.schedules}
     check_layers(modules, plan.schedules, accumulate)
     check_weights(model, modules, weights, ranks, plan.schedules)
-    changes, converted, others = changes_of(model, plan)
-    new_layers = {
-        name: layer for change in changes if change.made_for is not None for name, layer in change.layers.items()
-    }
-    schedules = {name: change.schedule for change in changes for name in change.layers}
-    check_layers(new_layers, schedules, accumulate)
-    check_weights(model, new_layers, weights, ranks, schedules)
+    with undone_if_refused(model):
+        changes, converted, others = changes_of(model, plan)
+        layers = {name: layer for c in changes if c.made_for is not None for name, layer in c.layers.items()}
+        schedules = {name: change.schedule for change in changes for name in change.layers}
+        check_layers(layers, schedules, accumulate)
+        check_weights(model, layers, weights, ranks, schedules)
     model = cast(Model, _apply(model, plan, changes))
     every = [plain_name(alias) for aliases in plan.names.values() for alias in aliases]
     unmatched, unreached = policy.unmatched(every), policy.unreached(every, steps)

@@ -46,7 +46,7 @@ def lpq_convert_module(module: Any, fqn: str, recipe: Any) -> Any:
 
     ``fqn`` is the module's dotted name in the model and ``recipe`` the ``lpq.recipes.Recipe`` that the policy
     gives it. The first result wins; lpq's own conversion of ``torch.nn.Linear`` comes last. Modules are exchanged once
-    plugins were asked for all of them, so leave ``module`` itself as it is: the conversion may still be refused.
+    plugins were asked for all of them. Where one is refused, those that a layer's ``adopt`` took over are given back.
 
     Layers of lpq inside of what is returned that have this very recipe follow the rules that end at a step. Where there
     are none, the report notes that the module keeps its recipe. When the model is converted again, layers of lpq inside

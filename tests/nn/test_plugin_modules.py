@@ -169,6 +169,37 @@ def test_nothing_is_changed_where_a_plugin_fails_for_a_later_module(convert: Any
     lpq.convert(net, "mxfp8")
 
 
+class Own(lpq.nn.Linear):
+    """A layer of a plugin."""
+
+
+def adopts(module: Any, fqn: str, recipe: Any) -> nn.Module | None:
+    return Own.adopt(module, recipe) if type(module) is nn.Linear else None
+
+
+def fails(module: Any, fqn: str, recipe: Any) -> object:
+    return {}["key"] if type(module) is Mlp else None
+
+
+@pytest.mark.parametrize(("second", "words"), [(fails, "KeyError"), (clashes, "x_amax_history")])
+def test_a_module_that_a_plugin_adopted_is_given_back(second: Any, words: str, plugin: Plugin) -> None:
+    net, called = model(), []
+    hook = net[0].register_forward_hook(lambda *_: called.append(1))
+    keys = {*vars(net[0])}
+    plugin(lambda *args: adopts(*args) or second(*args))
+    rules = [{"match": "0", "recipe": "fp8-delayed"}, *TWO["rules"][:1], {"match": "*", "recipe": "fp8-delayed"}]
+    with pytest.raises((LpqError, ValueError), match=words):
+        lpq.convert(net, {"rules": rules}, steps=20)
+    assert [type(module) for module in net] == [nn.Linear, Mlp]
+    assert ({*vars(net[0])}, [*net[0].named_buffers()]) == (keys, [])
+    net(X)
+    hook.remove()
+    net(X)
+    assert called == [1], "a handle finds its hook"
+    registry.refresh()
+    assert [entry.name for entry in lpq.report(lpq.convert(net, "mxfp8")).converted] == ["0"]
+
+
 def test_a_class_is_a_plugin_if_its_hooks_are_static(register: Callable[..., object]) -> None:
     class Heir(Converts): ...
 

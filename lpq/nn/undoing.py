@@ -1,0 +1,27 @@
+"""A conversion that is refused changes no module, whatever plugins have done to modules by then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def undone_if_refused(model: nn.Module) -> Iterator[None]:
+    """Give the modules of a model their classes and attributes back if an error is raised inside. A plugin's layer may
+    have adopted one of them before another one is refused."""
+    before = [
+        (m, type(m), [(t, t.copy()) for t in (vars(m), *vars(m).values()) if isinstance(t, dict)])
+        for m in model.modules()
+    ]
+    try:
+        yield
+    except Exception:
+        for module, cls, tables in before:
+            module.__class__ = cls
+            for table, content in tables:  # in place: handles of hooks refer to tables
+                table.clear()
+                table.update(content)
+        raise
