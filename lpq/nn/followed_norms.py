@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lpq.nn.adopted_norms import norm_of
@@ -55,7 +56,9 @@ def followers(block: nn.Module) -> dict[str, Followers | str]:
         return {}
     widths = {m.in_features for m in inside if isinstance(m, Layer) and not isinstance(m, GroupedLayer)}
     children = [(name, m, m._parameters.get("weight")) for name, m in children_inside(block).items() if m is not None]
-    norms = {name: m for name, m, w in children if w is not None and w.shape[-1:] and w.shape[-1] in widths}
+    norms = {
+        name: m for name, m, w in children if not (w is None or is_lazy(w)) and w.shape[-1:] and w.shape[-1] in widths
+    }
     norms = {name: m for name, m in norms.items() if norm_of(m) is not None}
     if not norms or "forward" in vars(block):
         return dict.fromkeys(norms, REPLACED)

@@ -169,3 +169,9 @@ def test_a_copy_of_a_norm_and_of_its_block() -> None:
     assert torch.equal(norm(x), layer.input_layernorm(x) + 0)
     assert twin.input_layernorm.consumers[0] is twin.self_attn.q_proj
     assert len(layer.input_layernorm.consumers) == 3
+
+
+def test_a_layer_whose_weight_is_not_there_yet_stays_as_it_is() -> None:
+    net = lpq.convert(nn.Sequential(nn.Linear(64, 64), nn.LazyLinear(4)), "mxfp8", fuse=True)
+    assert type(net[1]) is nn.LazyLinear
+    assert net(torch.randn(16, 64)).shape == (16, 4)
