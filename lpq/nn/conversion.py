@@ -125,7 +125,7 @@ def convert(
         schedules = {name: change.schedule for change in changes for name in change.layers}
         check_layers(layers, schedules, accumulate)
         check_weights(model, layers, weights, ranks, schedules)
-    model = cast(Model, _apply(model, plan, changes))
+        model = cast(Model, _apply(model, plan, changes))
     every = [plain_name(alias) for aliases in plan.names.values() for alias in aliases]
     unmatched, unreached = policy.unmatched(every), policy.unreached(every, steps)
     covered = coverage(model, {entry.name for entry in converted})
