@@ -30,6 +30,7 @@ sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("distributed"
 from seeding import seed_the_cpu_alone  # noqa: E402  (from where it was just added)
 
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or each process compiles and loads a file to see
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # or it searches for garbage after each frame
 settings.register_profile("quick", max_examples=20, deadline=None)
 settings.register_profile("thorough", max_examples=400, deadline=None)
 settings.load_profile("quick")  # --hypothesis-profile=thorough takes its place
