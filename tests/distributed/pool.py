@@ -28,6 +28,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import gloo_threads  # noqa: F401  (groups that are made later have one thread)
 import torch
 import torch.distributed as dist
 from support import plugins

@@ -9,6 +9,7 @@ import atexit
 import gc
 from contextlib import suppress
 
+import gloo_threads  # noqa: F401  (groups that are made later have one thread)
 import torch
 from seeding import seed_the_cpu_alone
 from torch._dynamo.utils import counters

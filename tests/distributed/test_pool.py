@@ -17,6 +17,8 @@ import torch.distributed as dist
 from pool import Pool, RankError
 from ranks import spawn
 from support import plugins
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
 
 from lpq import registry
 from lpq.registry.loader import GROUP
@@ -64,6 +66,25 @@ def test_ranks_without_a_call_are_paused(pool: Pool) -> None:
 
 def _group(rank: int) -> None:
     dist.new_group([0, 1])
+
+
+def _threads_and_groups() -> tuple[int, int]:
+    """The threads of this process that run collectives, and its groups."""
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return names.count("pt_gloo_runloop\n"), len(distributed_c10d._world.pg_map)
+
+
+def _each_group_has_one_thread(rank: int) -> None:
+    threads, groups = _threads_and_groups()
+    for group in (dist.new_group([0, 1]), init_device_mesh("cpu", (2, 1)).get_group(1)):
+        dist.all_reduce(torch.ones(()), group=group)
+    made = _threads_and_groups()
+    assert made[0] - threads == made[1] - groups >= 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
+def test_a_group_has_one_thread_as_two_corrupt_the_heap() -> None:
+    spawn(_each_group_has_one_thread, RANKS)
 
 
 def _note_one(rank: int, folder: Path) -> None:

@@ -1,0 +1,28 @@
+"""A group of gloo gets one thread that runs collectives, and not two, with which torch corrupts the heap.
+
+The two note in one ``std::string``, without a lock, which collective ended last (``ProcessGroupGloo::runLoop``, in
+torch 2.11 and 2.13). Where both do at once and the name has more than 15 letters, as that of DTensor's gathers has, the
+process ends with "free(): invalid pointer" or the like: once in some hundred thousand gathers. Once this is imported,
+groups that are made later have one thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch.distributed import ProcessGroupGloo
+
+_made = ProcessGroupGloo.__init__
+
+
+@functools.wraps(_made)
+def _with_one_thread(self: Any, store: Any, rank: int, size: int, timeout: Any = None, **options: Any) -> None:
+    how: Any = ProcessGroupGloo._Options()
+    how._devices, how._threads = [ProcessGroupGloo.create_default_device()], 1
+    if timeout is not None:
+        how._timeout = timeout
+    _made(self, store, rank, size, how, **options)
+
+
+ProcessGroupGloo.__init__ = _with_one_thread  # type: ignore[assignment]
