@@ -25,6 +25,14 @@ STAGED = {"rules": [{"match": "*", "recipe": "mxfp8", "until": 8}, {"match": "*"
 Act = Callable[[Any, Path], object]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_objects() -> None:
+    """Leave what is there already out of the searches for garbage below, each of which would go through a million
+    objects of other tests."""
+    gc.collect()
+    gc.freeze()
+
+
 def made() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(Gated(WIDTH, 2 * WIDTH), Gated(WIDTH, 2 * WIDTH))
