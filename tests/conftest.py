@@ -97,6 +97,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     session.config.add_cleanup(patch.undo)
 
 
+def pytest_sessionfinish() -> None:
+    """Search for garbage here, once: pytest would do it five times, each through all that the tests left."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
