@@ -308,7 +308,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file = work / "commits.tar.gz"
             pack(file, options.what)
         with tarfile.open(file) as packed:
-            packed.extractall(trees, filter="data")
+            packed.extraction_filter = getattr(tarfile, "data_filter", None)  # Python before 3.11.4 has none
+            packed.extractall(trees)
         told = ["FILE" if argument == str(file) else argument for argument in arguments]
         record = environment.record(told, program="benchmarks.by_commit") | {"devices": RANKS, "peers": {}}
         for result in measure(trees, work, options):
