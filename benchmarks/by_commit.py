@@ -37,7 +37,7 @@ PACKED = ("lpq", "plugins", "csrc", "pyproject.toml", "tests/imitated_gpu.py")
 ROOT = Path(__file__).parents[1]
 TURNS = (("plain small", "grouped small"), ("plain wide", "grouped wide"), ("unit",), ("pair replicated",),
          ("pair sequences",))  # fmt: skip
-"""What is measured in one go: plain layers by rank 0 while rank 1 measures groups."""
+"""The measurements of one go: rank 0 takes plain layers while rank 1 takes groups."""
 MADE = ("plain small", "plain wide", "unit", "pair replicated", "pair sequences", "grouped small", "grouped wide")
 """In the order in which they are made."""
 MAKING, SAMPLING, IMITATED = 60.0, 12.0, 90.0
@@ -75,14 +75,14 @@ class Pair:
         usual = quiet | {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LPQ_KERNELS")}
         self.processes, self.text = [], [b""] * RANKS
         for rank in range(RANKS):
-            environment = usual | {
+            variables = usual | {
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1",
             }  # fmt: skip
             command = [sys.executable, "-m", "benchmarks.by_commit_ranks", json.dumps(self.job), str(rank)]
             with (self.work / f"{self.commit}-{self.tries}.log.{rank}").open("ab") as log:
                 process = subprocess.Popen(
-                    command, cwd=ROOT, env=environment, stderr=log, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                    command, cwd=ROOT, env=variables, stderr=log, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                     start_new_session=True, bufsize=0,
                 )  # fmt: skip
             assert process.stdout is not None

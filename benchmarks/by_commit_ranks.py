@@ -27,6 +27,17 @@ from typing import IO, Any
 
 RANKS = 2
 RECIPES = ("fp8-current", "fp8-delayed")
+MEASURED: dict[str, tuple[str, int | None, tuple[int, ...], tuple[int, ...]]] = {
+    "plain small": ("plain", 0, (20, 1024, 1024), (2, 128, 128)),
+    "plain wide": ("plain", 0, (10, 4096, 4096), (2, 256, 128)),
+    "grouped small": ("grouped", 1, (12, 1024, 128), (1, 64, 16)),
+    "grouped wide": ("grouped", 1, (8, 4096, 1024), (1, 64, 32)),
+    "pair replicated": ("pair", None, (6, 2048, 8192, 4096, False), (2, 256, 512, 256, False)),
+    "pair sequences": ("pair", None, (6, 2048, 8192, 4096, True), (2, 256, 512, 256, True)),
+    "unit": ("unit", None, (2, 2048, 2048), (2, 256, 256)),
+}
+"""The method of ``Bench`` that makes the steps; the rank that measures them alone; steps in a sample and the method's
+arguments, on a GPU and on an imitated one."""
 Step = Callable[[], None]
 Steps = dict[str, Step]
 
@@ -312,28 +323,6 @@ class Bench:
             steps[recipe + ("" if how.get("weights") or not how else ", weights=None")] = step
         return steps
 
-    def table(self) -> dict[str, tuple[int, int | None, Callable[[], Steps]]]:
-        """By name: steps in a sample, the rank that measures it alone, and the maker of the steps."""
-        if self.imitate:
-            return {
-                "plain small": (2, 0, lambda: self.plain(128, 128)),
-                "plain wide": (2, 0, lambda: self.plain(256, 128)),
-                "grouped small": (1, 1, lambda: self.grouped(64, 16)),
-                "grouped wide": (1, 1, lambda: self.grouped(64, 32)),
-                "pair replicated": (2, None, lambda: self.pair(256, 512, 256, False)),
-                "pair sequences": (2, None, lambda: self.pair(256, 512, 256, True)),
-                "unit": (2, None, lambda: self.unit(256, 256)),
-            }
-        return {
-            "plain small": (20, 0, lambda: self.plain(1024, 1024)),
-            "plain wide": (10, 0, lambda: self.plain(4096, 4096)),
-            "grouped small": (12, 1, lambda: self.grouped(1024, 128)),
-            "grouped wide": (8, 1, lambda: self.grouped(4096, 1024)),
-            "pair replicated": (6, None, lambda: self.pair(2048, 8192, 4096, False)),
-            "pair sequences": (6, None, lambda: self.pair(2048, 8192, 4096, True)),
-            "unit": (2, None, lambda: self.unit(2048, 2048)),
-        }
-
     # ------------------------------------------------------------------------------------------ commands
 
     def start(self) -> dict[str, Any]:
@@ -347,12 +336,13 @@ class Bench:
 
     def make(self, name: str) -> dict[str, Any]:
         """Make the steps of a measurement, and run them a few times."""
-        _, owner, build = self.table()[name]
+        method, owner, *sizes = MEASURED[name]
         if owner not in (None, self.rank):
             return {}
-        words, steps = None, {}
+        words: str | None = None
+        steps: Steps = {}
         try:
-            steps = build()
+            steps = getattr(self, method)(*sizes[self.imitate][1:])
         except Exception as error:
             if owner is not None:
                 raise
@@ -374,9 +364,9 @@ class Bench:
         """Measure the steps that this rank has of these."""
         results = []
         for name in names:
-            n, owner, _ = self.table()[name]
+            _, owner, *sizes = MEASURED[name]
             if name in self.steps:
-                results += self.take_turns(name, n, owner is not None, rounds)
+                results += self.take_turns(name, sizes[self.imitate][0], owner is not None, rounds)
         return {"results": results}
 
     def serve(self, commands: IO[str], replies: IO[str]) -> None:
