@@ -171,8 +171,11 @@ static PyObject* multiply(PyObject* of, PyObject* const* args, size_t flags, PyO
     Product* self = (Product*)of;
     void *at[6], *stream;
     if (PyVectorcall_NARGS(flags) != 6 || names) return PyErr_Format(PyExc_TypeError, "a product takes 6 addresses");
-    for (int i = 0; i < 6; ++i) at[i] = PyLong_AsVoidPtr(args[i]);
-    if (PyErr_Occurred() || stream_of(self->current_stream, self->device, &stream)) return NULL;
+    for (int i = 0; i < 6; ++i) {
+        at[i] = PyLong_AsVoidPtr(args[i]);
+        if (!at[i] && PyErr_Occurred()) return NULL;
+    }
+    if (stream_of(self->current_stream, self->device, &stream)) return NULL;
     const float* factor = self->scales[0] ? ONE_AND_ZERO : (const float*)at[2];
     int status = 0;
     Py_BEGIN_ALLOW_THREADS
