@@ -29,6 +29,7 @@ from lpq.nn.reports import Entry
 from lpq.nn.residual_layers import ResidualLayer, extend_residual, release_residual, who_adds
 from lpq.nn.stand_ins import Read, StandIn, Trial, aside, changed, numbers
 from lpq.nn.stateful_layer import StatefulLayer
+from lpq.nn.undoing import undone_if_refused
 from lpq.nn.unwrapping import unwrapped
 from lpq.operations.source import ACTIVATIONS
 from lpq.registry.showing import listed
@@ -130,29 +131,30 @@ def fuse(model: Model) -> Model:
     check_model(model)
     if not is_converted(model):
         raise ValueError("the model was not converted: call lpq.convert(model, …) before lpq.fuse(model)")
-    model.__dict__[FUSED] = True
-    for module in list(model.modules()):
-        if isinstance(module, FusedExperts):
-            module.gate = _gate(module)
-        if isinstance(module, FusedBlock) and _why_changed(module) not in (None, REPLACED_SINCE):
-            _release(module)
-        if isinstance(module, EncodingNorm) and module.block is not None and not module.in_block():
-            release(module)
-        parts = find_parts(module)
-        if isinstance(parts, BlockParts):
-            extend(module, FusedBlock)
-            module.__dict__["lpq_parts"] = parts
-    for module in list(model.modules()):
-        for name, result in followers(module).items():
-            norm = unwrapped(module.get_submodule(name))
-            if isinstance(norm, EncodingNorm) and norm.consumers:
-                if not norm.places or "forward" in vars(norm):
-                    continue  # its author has named the layers, or the forward that calls ours would lose it
-                release(norm)
-            if not isinstance(result, str) and (kind := norm_of(norm)) is not None:
-                layers = tuple(place[-1][2] for place in result.places)
-                adopt(norm, kind, layers, *result)  # type: ignore[arg-type]
-        extend_residual(module)
+    with undone_if_refused(model):
+        model.__dict__[FUSED] = True
+        for module in list(model.modules()):
+            if isinstance(module, FusedExperts):
+                module.gate = _gate(module)
+            if isinstance(module, FusedBlock) and _why_changed(module) not in (None, REPLACED_SINCE):
+                _release(module)
+            if isinstance(module, EncodingNorm) and module.block is not None and not module.in_block():
+                release(module)
+            parts = find_parts(module)
+            if isinstance(parts, BlockParts):
+                extend(module, FusedBlock)
+                module.__dict__["lpq_parts"] = parts
+        for module in list(model.modules()):
+            for name, result in followers(module).items():
+                norm = unwrapped(module.get_submodule(name))
+                if isinstance(norm, EncodingNorm) and norm.consumers:
+                    if not norm.places or "forward" in vars(norm):
+                        continue  # its author has named the layers, or the forward that calls ours would lose it
+                    release(norm)
+                if not isinstance(result, str) and (kind := norm_of(norm)) is not None:
+                    layers = tuple(place[-1][2] for place in result.places)
+                    adopt(norm, kind, layers, *result)  # type: ignore[arg-type]
+            extend_residual(module)
     return model
 
 

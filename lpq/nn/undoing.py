@@ -1,4 +1,4 @@
-"""A conversion that is refused changes no module, whatever plugins have done to modules by then."""
+"""A conversion that is refused, or a fusion that fails, changes no module, whatever was done to modules by then."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 
 @contextmanager
 def undone_if_refused(model: nn.Module) -> Iterator[None]:
-    """Give the modules of a model their classes and attributes back if an error is raised inside. A plugin's layer may
-    have adopted one of them before another one is refused."""
+    """Give the modules of a model their classes and attributes back if an error is raised inside: a layer may have
+    adopted one of them, or a block may have been extended, before another one is refused."""
     before = [
         (m, type(m), [(t, t.copy()) for t in (vars(m), *vars(m).values()) if isinstance(t, dict)])
         for m in model.modules()

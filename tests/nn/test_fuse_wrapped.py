@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import lpq
+from lpq.nn import fused_blocks
 
 ATTENTION, NORM = "model.layers.0.self_attn", "model.layers.0.input_layernorm"
 REPLACED = "was replaced on the object"
@@ -175,3 +176,19 @@ def test_a_layer_whose_weight_is_not_there_yet_stays_as_it_is() -> None:
     net = lpq.convert(nn.Sequential(nn.Linear(64, 64), nn.LazyLinear(4)), "mxfp8", fuse=True)
     assert type(net[1]) is nn.LazyLinear
     assert net(torch.randn(16, 64)).shape == (16, 4)
+
+
+def test_an_error_half_way_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, seen = model(), []
+    before = [(module, type(module), {**vars(module)}) for module in net.modules()]
+
+    def extended(layer: nn.Module) -> None:
+        seen.append(type(layer))
+        if layer is net.lm_head:  # the last
+            raise RuntimeError("no more")
+
+    monkeypatch.setattr(fused_blocks, "extend_residual", extended)
+    with pytest.raises(RuntimeError, match="no more"):
+        lpq.fuse(net)
+    assert seen != [cls for _, cls, _ in before], "blocks and norms were extended before"
+    assert [(type(module), vars(module)) for module, *_ in before] == [(cls, own) for _, cls, own in before]
