@@ -63,6 +63,25 @@ def test_a_mark_without_curves_stays(tmp_path: Path) -> None:
     assert evidence.filled(page, FOUND) == page
 
 
+def test_the_page_tells_the_gaps_of_each_seed() -> None:
+    found = FOUND["h200-60m"]
+    base = {t.seed: t.held_out[-1][1] for t in found if t.baseline}
+    apart: dict[str, list[float]] = {}
+    for one in sorted(found, key=lambda t: t.seed):
+        apart.setdefault(one.title, []).append(100 * (one.held_out[-1][1] / base[one.seed] - 1))
+    page = " ".join(evidence.PAGES[0].read_text(encoding="utf-8").split())
+    assert max(map(abs, apart["fp8-current"])) <= 0.15
+    assert "By `fp8-current` each seed ended within 0.15 % of bf16's" in page
+    (current,) = [gap for gap in gaps.gaps(found) if gap.title == "fp8-current"]
+    assert current.mean is not None
+    assert current.half is not None
+    assert f"leaves out every gap above {100 * (current.mean + current.half):.2f} %" in page
+    first, second, third = (f"{gap:+.2f}" for gap in apart["mxfp8"])
+    assert f"By `mxfp8` the gaps were {first}, {second} and {third} %" in page
+    low, high = (f"{gap:.2f}" for gap in apart["mxfp8-fwd-nvfp4-bwd"])
+    assert f"By `mxfp8-fwd-nvfp4-bwd` both seeds ended above bf16's, by {low} and {high} %" in page
+
+
 def test_a_searched_policy_is_beside_every_recipe_that_is_as_fast() -> None:
     """Those that were not trained are told, so that a policy cannot win by what it was compared with."""
     _, _, *lines = evidence.within_time(FOUND["searched"], "searched").splitlines()
