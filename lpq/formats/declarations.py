@@ -64,9 +64,9 @@ def check_side(quantizer: Any, side: Any, direction: str, quantizers: type[Any],
         raise _fault(side, cause, remedy)
     if (unfit := why_unfit(side, storages)) is not None:
         raise _fault(side, *unfit)
-    if side.storage.wrap.__func__ is not storages.wrap.__func__:
+    if getattr(side.storage.wrap, "__func__", None) is not storages.wrap.__func__:
         cause = f"{side}: {side.storage.__name__}.wrap is never called, since it is from_tensors now"
-        raise _fault(side, cause, "define from_tensors in its place")
+        raise _fault(side, cause, "define from_tensors in place of wrap")
     if side.transposable and side.storage.transposed is storages.transposed:
         storage = side.storage.__name__
         cause = f"{side} is declared transposable, and {storage} has no transposed()"

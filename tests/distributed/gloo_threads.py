@@ -1,9 +1,9 @@
 """A group of gloo gets one thread that runs collectives, and not two, with which torch corrupts the heap.
 
 The two note in one ``std::string``, without a lock, which collective ended last (``ProcessGroupGloo::runLoop``, in
-torch 2.11 and 2.13). Where both do at once and the name has more than 15 letters, as that of DTensor's gathers has, the
-process ends with "free(): invalid pointer" or the like: once in some hundred thousand gathers. Once this is imported,
-groups that are made later have one thread.
+torch 2.11 and 2.13). If both write at once, and the name has more than 15 letters, such as ALLGATHER_COALESCED
+(gathers of DTensors), the process ends with "free(): invalid pointer" or the like: once in some hundred thousand
+gathers. Once this is imported, groups that are made later have one thread.
 """
 
 from __future__ import annotations

@@ -88,6 +88,7 @@ STORAGES: dict[str, dict[str, Any]] = {
     "DecodesToBf16": {"decode": lambda self: Rows.decode(self).bfloat16()},
     "DecodesTheTranspose": {"decode": lambda self: Rows.decode(self).t()},
     "OneBuffer": {"layout": Rows.layout[0]},
+    "MadeByAFunction": {"wrap": staticmethod(lambda *given: Rows.from_tensors(*given))},
     "MadeByItsFormerName": {"wrap": classmethod(lambda cls, *given: Rows.from_tensors(*given))},
 }
 for name, members in QUANTIZERS.items():
