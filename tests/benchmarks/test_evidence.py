@@ -78,8 +78,12 @@ def test_the_page_tells_the_gaps_of_each_seed() -> None:
     assert f"leaves out every gap above {100 * (current.mean + current.half):.2f} %" in page
     first, second, third = (f"{gap:+.2f}" for gap in apart["mxfp8"])
     assert f"By `mxfp8` the gaps were {first}, {second} and {third} %" in page
-    low, high = (f"{gap:.2f}" for gap in apart["mxfp8-fwd-nvfp4-bwd"])
-    assert f"By `mxfp8-fwd-nvfp4-bwd` both seeds ended above bf16's, by {low} and {high} %" in page
+    for title in ("mxfp8-fwd-nvfp4-bwd", "nvfp4-late-switch", "nvfp4"):
+        low, high = (f"{gap:.2f}" for gap in apart[title])
+        assert f"by {low} and {high} % by `{title}`" in page
+    closed = [1 - late / never for late, never in zip(apart["nvfp4-late-switch"], apart["nvfp4"], strict=True)]
+    first, second = (f"{100 * share:.0f}" for share in closed)
+    assert f"so closed {first} and {second} % of the gap" in page
 
 
 def test_a_searched_policy_is_beside_every_recipe_that_is_as_fast() -> None:
