@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+from lpq.files.disk import json_of
 
 LLAMA = "llama-h100.json"
 """Hugging Face's Llama, trained in bf16 and by recipes."""
@@ -28,7 +29,7 @@ class Gain:
 
 def gain(recipe: str) -> Gain | None:
     """The gain of the Llama by ``recipe``; None where it was not measured."""
-    table = json.loads(results(LLAMA).read_text(encoding="utf-8"))
+    table = json_of(results(LLAMA).read_text(encoding="utf-8"))
     own, bf16 = (_compiled(table, library, name) for library, name in (("lpq", recipe), ("torch", "bf16")))
     if own is None or bf16 is None:
         return None

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from lpq.checkpoint import version_1
 from lpq.checkpoint.description import check_fields
 from lpq.checkpoint.errors import TRUST, CheckpointError, expect, tensor_name
+from lpq.files.disk import json_of
 from lpq.files.manifest import INDEX, PICKLE
 from lpq.torch_private.checkpoints import StorageInfo
 
@@ -65,7 +66,7 @@ def read_index(path: Path, sizes: Mapping[str, int]) -> Metadata:
     name = INDEX if INDEX in sizes else PICKLE
     try:
         raw = (path / name).read_bytes()
-        data = json.loads(raw) if name == INDEX else version_1.read(raw)
+        data = json_of(raw) if name == INDEX else version_1.read(raw)
         check_fields("it", data, {"tensors": (dict,)}, TRUST)
         places: dict[MetadataIndex, StorageInfo] = {}
         tensors = {name: _tensor(name, entry, places, sizes) for name, entry in data["tensors"].items()}
@@ -79,9 +80,8 @@ def read_index(path: Path, sizes: Mapping[str, int]) -> Metadata:
     except OSError:
         raise
     except Exception as error:  # a file that is no pickle may raise anything
-        raise CheckpointError(
-            f"its index ({name}) is refused: it is no index of tensors ({type(error).__name__}); {TRUST}"
-        ) from error
+        why = f"{type(error).__name__}: {error}" if name == INDEX else type(error).__name__
+        raise CheckpointError(f"its index ({name}) is refused: it is no index of tensors ({why}); {TRUST}") from error
     return Metadata(state_dict_metadata={**tensors}, storage_data=places)
 
 
@@ -112,7 +112,5 @@ def _tensor(
 
 
 def _size(numbers: list[Any]) -> torch.Size:
-    expect(
-        all(type(number) is int and number >= 0 for number in numbers), "a size or a place is not as an index has it"
-    )
+    expect(all(type(n) is int and n >= 0 for n in numbers), "a size or a place is not as an index has it")
     return torch.Size(numbers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import pickle
 import reprlib
 from collections import Counter
@@ -21,7 +20,7 @@ from lpq.checkpoint.description import Description
 from lpq.checkpoint.errors import CheckpointError, expect
 from lpq.checkpoint.finding import WholeCheckpoint, find
 from lpq.checkpoint.optimizer import check_data
-from lpq.files.disk import place
+from lpq.files.disk import json_of, place
 from lpq.files.manifest import DESCRIPTION, EXTRA, INDEX, MANIFEST
 from lpq.recipes import Policy, Steps
 from lpq.registry.showing import Readable, number
@@ -98,13 +97,12 @@ def read(checkpoint: WholeCheckpoint) -> tuple[Info, dict[str, Any]]:
     """Read the info of a whole checkpoint, and the values that ``save`` kept beside the tensors for ``load``."""
     path = checkpoint.path
     try:
-        description = Description.read(json.loads((path / DESCRIPTION).read_text(encoding="utf-8")))
+        description = Description.read(json_of((path / DESCRIPTION).read_text(encoding="utf-8")))
         expect(description.version == 1 or INDEX in checkpoint.sizes, f"its {MANIFEST} does not list {INDEX}")
     except (CheckpointError, OSError, ValueError, RecursionError) as error:
-        why = f"its {DESCRIPTION} is not the JSON that lpq.checkpoint.save writes: do not trust it"
-        if isinstance(error, CheckpointError | OSError):
-            why = str(error)
-        raise CheckpointError(f"checkpoint {path} cannot be read: {why}") from error
+        known = isinstance(error, CheckpointError | OSError)
+        why = f"its {DESCRIPTION} is not the JSON that lpq.checkpoint.save writes ({error}): do not trust it"
+        raise CheckpointError(f"checkpoint {path} cannot be read: {error if known else why}") from error
     try:
         beside: dict[str, Any] = pickles.load(path / EXTRA)
     except CheckpointError as error:

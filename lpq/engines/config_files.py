@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lpq.checkpoint.errors import CheckpointError
 from lpq.engines.names import CONFIG, INDEX, JSON_FILES
+from lpq.files.disk import json_of
 from lpq.registry.reading import read_text
 from lpq.registry.showing import brief
 
@@ -43,10 +44,8 @@ def configuration(model: nn.Module | None, base: Path | None) -> dict[str, Any]:
         data["architectures"] = [own.__name__]
         if isinstance(dtype := getattr(model, "dtype", None), torch.dtype):  # the config has the dtype of its loading
             data[next((key for key in DTYPE if key in data), DTYPE[0])] = _text(dtype)
-    elif base is not None:
-        data = read_json(_own(base / CONFIG, base)) if (base / CONFIG).is_file() else {}
     else:
-        data = {}
+        data = read_json(_own(base / CONFIG, base)) if base is not None and (base / CONFIG).is_file() else {}
     data.pop(OURS, None)
     return data
 
@@ -96,7 +95,7 @@ def as_json(data: Mapping[str, Any]) -> bytes:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file, which is a table."""
     try:
-        table = json.loads(read_text(path, MOST))
+        table = json_of(read_text(path, MOST))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error
     if not isinstance(table, dict):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import stat
 from pathlib import Path
+from typing import Any
 
 from lpq.files.errors import CheckpointError
 
@@ -67,6 +69,17 @@ def _fault(path: Path, size: int, sha256: str | None) -> str | None:
     if sha256 is not None and digest(path) != sha256:
         return "its SHA-256 differs from its manifest, so it is damaged or was changed"
     return None
+
+
+def json_of(text: str | bytes) -> Any:
+    """The content of a JSON file, in which no name stands twice in a table: readers differ in which entry they take."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(table := dict(pairs)) < len(pairs):
+            raise ValueError("it has a name twice")
+        return table
+
+    return json.loads(text, object_pairs_hook=once)
 
 
 def write(path: Path, data: bytes) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +49,7 @@ def read_manifest(path: Path) -> Manifest | str:
     try:
         if (wrong := disk.astray(path, MANIFEST)) is not None:
             return f"{MANIFEST}: {wrong}"
-        data = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        data = disk.json_of((path / MANIFEST).read_text(encoding="utf-8"))
         manifest = Manifest(data["files"], data.get("written", 0))
         if type(manifest.time) is int and all(
             type(f["bytes"]) is int and isinstance(f["sha256"], str) for f in manifest.files.values()

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lpq.files.disk import json_of
 from lpq.files.errors import CheckpointError
 from lpq.formats.layout import row_major
 from lpq.registry.showing import brief
@@ -111,7 +112,7 @@ class Reader:
                 _check_begin(first, length, size)
                 # Were it mapped to memory, the process would end by a signal if the file were cut off meanwhile.
                 self._file: Any = safe_open(path, "pt", backend="pread")
-                header = json.loads(file.read(length), object_pairs_hook=_once)
+                header = json_of(file.read(length))
         except CheckpointError as error:
             raise CheckpointError(f"{path.name}: {error}") from error
         except OSError as error:
@@ -119,11 +120,9 @@ class Reader:
         except (SafetensorError, ValueError) as error:
             raise CheckpointError(f"{path.name} is no safetensors, was cut off or changed: {error}") from error
         header.pop(METADATA, None)
-        if unknown := [name for name, entry in header.items() if entry["dtype"] not in DTYPES]:
-            dtype = header[unknown[0]]["dtype"]
-            raise CheckpointError(
-                f"{path.name}: {brief(unknown[0])} is of dtype {dtype!r}, which is none that is read here"
-            )
+        for name, entry in header.items():
+            if (dtype := entry["dtype"]) not in DTYPES:
+                raise CheckpointError(f"{path.name}: {brief(name)} is of dtype {dtype!r}, which is none that lpq reads")
         self.tensors = {name: TensorKind(tuple(e["shape"]), DTYPES[e["dtype"]]) for name, e in header.items()}
 
     def read(self, name: str) -> Tensor:
@@ -141,11 +140,3 @@ def _check_begin(first: bytes, length: int, size: int) -> None:
         raise CheckpointError("it is a pickle, as torch.save writes them: pickles can run code, and are not read")
     if LONGEST < length <= size:
         raise CheckpointError(f"its header has {length} bytes, and at most {LONGEST} are read: save it in more files")
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A table in which no name stands twice: readers differ in which entry they take."""
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        raise ValueError("its header has a name twice")
-    return table

@@ -7,13 +7,13 @@ another one. transformers is imported when ``LpqCallback`` or ``attach`` is firs
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
+from lpq.engines.config_files import read_json
 from lpq.files.disk import place
 from lpq.integrations.decoded import attach
 from lpq.integrations.going_on import CALLBACK as NAME
@@ -90,7 +90,7 @@ def resume(model: nn.Module, checkpoint: str | Path, *, any_policy: bool = False
     path = place(checkpoint, "checkpoint") / "trainer_state.json"
     if not path.is_file():
         raise CheckpointError(f"{checkpoint} is no checkpoint of a Trainer: there is no {path.name} in it")
-    state = json.loads(path.read_text(encoding="utf-8"))
+    state = read_json(path)
     _go_on(model, 0, state["max_steps"], state["stateful_callbacks"].get(NAME), any_policy)
     set_step(model, state["global_step"])
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lpq.files.disk import json_of
 from lpq.observe.sums import Reading, noise_order
 from lpq.registry.errors import LpqError
 from lpq.registry.showing import Readable, brief
@@ -53,7 +54,7 @@ class Readings(Readable):
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
             try:
-                reading = Reading(**json.loads(line))
+                reading = Reading(**json_of(line))
             except (ValueError, TypeError) as error:
                 if line.startswith("{") and not line.endswith(("}", "\n")):
                     break  # cut off

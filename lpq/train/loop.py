@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import lpq
 from lpq.cli.runs import NUMERICS, RECIPE
+from lpq.files.disk import json_of
 from lpq.kernels.table import ENVIRONMENT, allowed_by
 from lpq.recipes.policy_sources import refuse_rules
 from lpq.registry.showing import printable
@@ -237,6 +238,6 @@ def metrics(path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
 def records(path: Path) -> list[dict[str, Any]]:
     """The records of all steps."""
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [json_of(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except ValueError as error:
         raise TrainError(f"{path} is broken ({error}): restore it, or train anew in another --out") from error

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from lpq.files.disk import json_of
 from lpq.train.config import TrainConfig
 from lpq.train.errors import TrainError
 
@@ -89,7 +90,7 @@ def read_all(folder: Path) -> list[Training]:
 def _read(path: Path) -> Training:
     names = [f.name for f in fields(Training)]
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        table = json_of(path.read_text(encoding="utf-8"))
         training = Training(**{name: table[name] for name in names})
         if training.diverged is None and not training.held_out:
             raise ValueError("it has no held-out loss")

@@ -249,6 +249,15 @@ def test_json_that_nests_without_end_is_refused(later: Path, name: str) -> None:
     refused(later, r"no index of tensors|its lpq\.json is not the JSON that|its manifest\.json is damaged")
 
 
+@pytest.mark.parametrize("name", ["index.json", "lpq.json", "manifest.json"])
+def test_a_name_that_stands_twice_is_refused(later: Path, name: str) -> None:
+    """The last of its entries is what was saved."""
+    raw = (later / name).read_bytes()
+    raw = raw.replace(b"{", b"{%s:0," % raw[1 : raw.index(b":")].strip(), 1)
+    put(later, name, raw) if name != "manifest.json" else (later / name).write_bytes(raw)
+    refused(later, r"its manifest\.json is damaged" if name == "manifest.json" else "it has a name twice")
+
+
 def _deflated(raw: bytes) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(raw)) as archive, zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as made:

@@ -183,7 +183,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "no dtype": ("one", said(dtype="F3"), rf"{CUT}.*unknown variant `F3`"),
     "a name twice": (
         "one", with_text(lambda text: re.sub(rb'("[^"]*":\{"dtype"[^}]*\})', rb"\1,\1", text, count=1)),
-        rf"{CUT}its header has a name twice",
+        rf"{CUT}it has a name twice",
     ),
     "deep": ("one", with_text(lambda text: b'{"a":' * 10**5 + text + b"}" * 10**5), rf"{CUT}.*recursion limit"),
     "missing scale": (
