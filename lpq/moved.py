@@ -43,9 +43,12 @@ class _Moved(ModuleType):
         self.__now = now
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # which somebody asks all modules for
+        if name.startswith("__") and name != "__all__":  # which somebody asks all modules for
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(self.__now), name)
+        module = importlib.import_module(self.__now)
+        if name == "__all__":  # which ``import *`` asks for
+            return getattr(module, name, [own for own in vars(module) if not own.startswith("_")])
+        value = getattr(module, name)
         deprecate = importlib.import_module("lpq.registry.warning").deprecate
         deprecate(f"{self.__name__}.{name}", gone_in="0.2", now=f"import it from {self.__now}")
         return value

@@ -38,6 +38,26 @@ def test_each_module_that_moved_has_a_place(module: str) -> None:
     importlib.import_module(lpq.moved.MOVED[module])
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("module", sorted(lpq.moved.MOVED))
+def test_an_import_of_all_names_brings_all(module: str) -> None:
+    brought: dict[str, object] = {}
+    exec(f"from {module} import *", brought)
+    now = vars(importlib.import_module(lpq.moved.MOVED[module]))
+    names = {*now.get("__all__", (name for name in now if not name.startswith("_")))}
+    assert brought.keys() - {"__builtins__"} == names
+    others = {name for name in names if brought[name] is not now[name]}
+    assert {f"{module}.{name}" for name in others} <= lpq.moved.MOVED.keys(), "modules that moved with it"
+
+
+def test_an_import_of_all_names_warns() -> None:
+    code = compile("from lpq.core.blocks import *", "mine.py", "exec")
+    words = r"^lpq\.core\.blocks\.block_amax will be removed in lpq 0\.2: import it from lpq\.formats\.blocks$"
+    with pytest.warns(DeprecationWarning, match=words) as warned:
+        exec(code, {"__name__": "mine"})
+    assert {one.filename for one in warned} == {"mine.py"}
+
+
 @pytest.mark.parametrize("module", ["lpq.core.nothing", "lpq.ops.nothing"])
 def test_no_other_module_is_made_up(module: str) -> None:
     with pytest.raises(ModuleNotFoundError, match=f"No module named '{module}'"):
