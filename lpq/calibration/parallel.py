@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from lpq.calibration.errors import CalibrationError
+from lpq.distributed.expert_rows import RowExchange
 from lpq.nn import Layer
 from lpq.nn.grouped_linear import GroupedLayer
 from lpq.operations.cut import Cut
@@ -57,7 +58,7 @@ def is_shared_out(layer: nn.Module) -> bool:
 @contextmanager
 def sending(model: nn.Module, rows: bool) -> Iterator[None]:
     """Inside, send this rank's ``rows`` to experts that are divided over ranks, or none of them."""
-    exchanges = [exchange for m in model.modules() if (exchange := getattr(m, "expert_exchange", None)) is not None]
+    exchanges = [at for m in model.modules() if isinstance(at := getattr(m, "dispatched", None), RowExchange)]
     try:
         for exchange in exchanges:
             exchange.sends = rows

@@ -319,8 +319,8 @@ def _describe(
     text += f", recipe {layer.recipe.text if layer.recipe is not None else None}{layer.passes.withheld}"
     if (layouts := getattr(module, "layouts", None)) is not None:
         text += f", input {layouts.input}, output {layouts.output}"
-    if (dispatch := getattr(module, "dispatched", None)) is not None:
-        text += f", rows dispatched {'encoded' if dispatch == 'encoded' else 'in high precision'}"
+    if (dispatched := getattr(module, "dispatched", None)) is not None:
+        text += f", rows dispatched {'encoded' if dispatched.encoded else 'in high precision'}"
     schedule, stages = layer.schedule, layer.model.stages
     if schedule is None or len(schedule.pieces) == 1:
         return text

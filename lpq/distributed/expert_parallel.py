@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lpq.distributed.alike import check_part
-from lpq.distributed.expert_rows import Dispatch, RowExchange, encoded_rows
+from lpq.distributed.expert_rows import Dispatch, Dispatched, RowExchange, encoded_rows
 from lpq.distributed.model_check import ModelCheck
 from lpq.registry.errors import suggestion
 from lpq.tensor.fsdp_protocol import Gathered
@@ -48,39 +48,34 @@ class ExpertParallel(ParallelStyle):
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         check_part(module, f", to be shared out by ExpertParallel(dispatch={self.how!r})", device_mesh)
         _check(module, device_mesh)
-        if self.how == "encoded":
+        encoded = self.how == "encoded"
+        if encoded:
             encoded_rows(f"ExpertParallel: {type(module).__name__}", module)
         check = ModelCheck(module)  # replicas, with which no rows are exchanged
         for part in module.modules():
-            if hasattr(part, "dispatched"):
-                part.dispatched = self.how
+            if hasattr(type(part), "dispatched"):
+                part.dispatched = Dispatched(encoded)
                 part.model.check = part.model.check or check
-        module.expert_exchange = RowExchange(module, self.how)
-        if getattr(module, "routes_tokens", False):  # and so uses the exchange itself
-            return distribute_module(module, device_mesh, _share_out)
-        before: Any = _dispatch_inputs  # torch's type returns nothing, and torch uses the result
-        after: Any = _combine_outputs
-        return distribute_module(module, device_mesh, _share_out, before, after)
+        module.dispatched = RowExchange(module, encoded)
+        hooks: tuple[Any, ...] = () if getattr(module, "routes_tokens", False) else (_dispatch_inputs, _combine_outputs)
+        return distribute_module(module, device_mesh, _share_out, *hooks)
 
 
 def _dispatch_inputs(module: Any, inputs: Any, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
     """The arguments of the module's forward."""
     if len(inputs) != 2:
         raise TypeError(
-            f"ExpertParallel: {type(module).__name__} was called with {len(inputs)} arguments, and a module of "
-            "experts takes rows and where each expert's end; convert one that routes tokens itself with a recipe "
-            "first"
+            f"ExpertParallel: {type(module).__name__} was called with {len(inputs)} arguments, and a module of experts "
+            "takes rows and where each expert's end; convert one that routes tokens itself with a recipe first"
         )
-    exchange: RowExchange = module.expert_exchange
+    exchange: RowExchange = module.dispatched
     rows, ends = inputs
-    arrivals: tuple[Tensor, Tensor] = exchange.dispatch(rows, ends, mesh)
-    return arrivals
+    return exchange.dispatch(rows, ends, mesh)
 
 
 def _combine_outputs(module: Any, output: Tensor, mesh: DeviceMesh) -> Tensor:
-    exchange: RowExchange = module.expert_exchange
-    y: Tensor = exchange.combine(output)
-    return y
+    exchange: RowExchange = module.dispatched
+    return exchange.combine(output)
 
 
 def _check(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -55,14 +55,22 @@ class Route(NamedTuple):
     """The name of the module in messages."""
 
 
-class RowExchange:
+class Dispatched:
+    """How rows come to a layer whose experts ranks share out."""
+
+    def __init__(self, encoded: bool) -> None:
+        self.encoded = encoded
+
+
+class RowExchange(Dispatched):
     """Sends the rows of a call of a module to their experts, and the results back."""
 
-    def __init__(self, module: nn.Module, how: Dispatch) -> None:
+    def __init__(self, module: nn.Module, encoded: bool) -> None:
+        super().__init__(encoded)
         self.title, self.experts = type(module).__name__, next(module.parameters()).shape[0]
         self.sends = True
         """Whether this rank sends rows to any expert."""
-        self._module, self._how, self._described = module, how, CachedDescription(module)
+        self._module, self._described = module, CachedDescription(module)
         self._met = False
         """Whether all ranks have come to a first call: until then one may be about to share out other experts."""
         self._call: Route | None = None
@@ -99,11 +107,9 @@ class RowExchange:
             Ranks(group).equal(text.split("\n"), DIFFER, REMEDY)
         expert = torch.arange(counts.shape[1], device=rows.device).repeat(ranks).repeat_interleave(inbound.reshape(-1))
         order = expert.argsort(stable=True)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=order.device)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         self._call = call = Route(order, back, to_ranks, from_ranks, len(rows), group.group_name, title)
-        arrivals: Tensor = _exchange(rows, call, True, lines, None)
-        return arrivals, inbound.sum(0).cumsum(0, dtype=torch.int32)
+        return _exchange(rows, call, True, lines, None), inbound.sum(0).cumsum(0, dtype=torch.int32)
 
     def _prepare(self, rows: Tensor, ends: Tensor | Sequence[int]) -> tuple[Tensor, Lines | None, Exception | None]:
         """Count the rows of each expert, and encode those that travel encoded. On a mistake the numbers are negative,
@@ -117,7 +123,7 @@ class RowExchange:
             if not self.sends:
                 offsets = torch.zeros_like(offsets)
             lines = None
-            if self._how == "encoded":
+            if self.encoded:
                 lines = _lines(rows.detach(), encoded_rows(title, self._module), title)
             elif isinstance(rows, QuantizedTensor):
                 raise ValueError(
@@ -137,7 +143,7 @@ class RowExchange:
         such gradients."""
         assert self._call is not None
         call, self._call = self._call, None
-        quantizer = getattr(results.grad_fn, "encoded_gradient", None) if self._how == "encoded" else None
+        quantizer = getattr(results.grad_fn, "encoded_gradient", None) if self.encoded else None
         if quantizer is not None and why_not_row_by_row(quantizer) is not None:
             quantizer = None
         y: Tensor = _exchange(results, call, False, None, quantizer)
@@ -260,7 +266,7 @@ def _pieces(lines: Tensor, buffers: Sequence[Tensor]) -> Iterator[Tensor]:
 
 def encoded_rows(title: str, module: nn.Module) -> Quantizer:
     """The quantizer of the rows that are dispatched to a module of experts; an error where they cannot be encoded."""
-    layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "dispatched")]
+    layers: list[Any] = [layer for layer in module.modules() if hasattr(type(layer), "dispatched")]
     recipes = {layer.recipe for layer in layers}
     if len(recipes) != 1 or None in recipes:
         names = sorted(str(recipe and recipe.title) for recipe in recipes)

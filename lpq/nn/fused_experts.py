@@ -53,8 +53,6 @@ class FusedExperts(Extension, GroupedLayer):
 
     dense: ClassVar[bool]
     """Whether each expert is given rows for all tokens."""
-    expert_exchange: RowExchange | None = None
-    """How rows come from the other ranks, and results go back, if these have some of the experts."""
     gate: Gate | None = None
     """The activation, which one kernel computes; None: the class before computes it."""
     routes_tokens: ClassVar[bool] = True
@@ -161,11 +159,10 @@ def _dense(experts: Any, hidden_states: Tensor) -> Tensor:
 
 def _over_ranks(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:
     """Return the results of all experts for their rows; experts may be divided over ranks."""
-    exchange: RowExchange | None = experts.expert_exchange
-    if exchange is None:
+    exchange = experts.dispatched
+    if not isinstance(exchange, RowExchange):  # or the module around them has it
         return _multiply(experts, rows, ends)
-    y: Tensor = exchange.combine(_multiply(experts, *exchange.dispatch(rows, ends, experts.down_proj.device_mesh)))
-    return y
+    return exchange.combine(_multiply(experts, *exchange.dispatch(rows, ends, experts.down_proj.device_mesh)))
 
 
 def _multiply(experts: Any, rows: Tensor, ends: Tensor) -> Tensor:

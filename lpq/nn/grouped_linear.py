@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lpq import registry
-from lpq.distributed.expert_rows import Dispatch, own_experts, own_numbers
+from lpq.distributed.expert_rows import Dispatched, own_experts, own_numbers
 from lpq.nn.cached_weight import HeldWeight
 from lpq.nn.functional import check_tensors, grouped_linear_of, high_precision, why_not_in_groups
 from lpq.nn.input_checks import check_accumulation, check_static
@@ -38,7 +38,7 @@ class GroupedLayer(StatefulLayer):
     Static statistics are buffers with a value for each group, by its number among the groups of all ranks.
     """
 
-    dispatched: Dispatch | None = None
+    dispatched: Dispatched | None = None
     """How rows come from the other ranks if these have some of the groups, as ``lpq.distributed.expert_parallel``
     shares them out; None: all groups are here."""
 
@@ -84,7 +84,7 @@ class GroupedLayer(StatefulLayer):
                 calls = self.passes.bound_calls()
         observed = watch(self, stack, self.own_groups().start) if self.passes.observers else None
         # The exchange asks the results how they can take gradients, and results of a graph cannot tell.
-        product = _outside_graphs if compiles and self.dispatched == "encoded" else grouped_linear_of
+        product = _outside_graphs if compiles and self.dispatched and self.dispatched.encoded else grouped_linear_of
         y: Tensor = product(
             title, plan, rows, weight, bias, ends, held_weight=held_weight, accumulate=accumulate, states=states,
             watch=observed, calls=calls,

@@ -15,6 +15,7 @@ from lpq.distributed.shardability import operand_bytes, why_high
 from lpq.formats import Quantizer
 from lpq.formats.sections import why_not_row_by_row
 from lpq.nn.expert_stacks import expert_stacks
+from lpq.nn.grouped_linear import GroupedLayer
 from lpq.nn.linear import Layer
 from lpq.operations.cut import Cut
 from lpq.operations.group_choice import pays_from, why_decoded
@@ -29,7 +30,7 @@ def parallel_notes(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the name of each layer that a style of ``lpq.distributed`` shards, with the style and the tensors that
     travel."""
     for name, module in model.named_modules():
-        if getattr(module, "dispatched", None) is not None:
+        if isinstance(module, GroupedLayer) and module.dispatched is not None:
             yield name, _of_experts(module)
         if isinstance(module, Layer) and module.layouts is not None:
             weight: Any = module.weight
@@ -43,7 +44,7 @@ def _of_experts(module: Any) -> str:
     weight: Any = next(module.parameters())
     count, ranks = weight.shape[0], weight.device_mesh.size(weight.device_mesh.ndim - 1)
     text = f"{count // ranks} of {count} experts on each of {ranks} ranks; rows are dispatched"
-    if module.dispatched == "high_precision" or module.recipe is None:
+    if not module.dispatched.encoded or module.recipe is None:
         return f"{text} in high precision"
     of_x, of_dy = module.recipe.x, module.recipe.dy
     bias = any(name.rpartition(".")[2].endswith("bias") for name, _ in module.named_parameters())

@@ -299,7 +299,7 @@ def test_experts_are_described_where_something_changed(rank: int) -> None:
     assert [times(X[0]), times(X[0])] == [1, 0]
     model.up.model.stages.move(1, changes=False)
     assert [times(X[0]), times(X[0])] == [1, 0]
-    assert copy.deepcopy(model.expert_exchange)._described._layers[0] is not model.up, "a copy describes itself"
+    assert copy.deepcopy(model.dispatched)._described._layers[0] is not model.up, "a copy describes itself"
 
 
 @on_ranks(2)
