@@ -40,21 +40,6 @@ def explain(recipe: Source, device: Device = "auto", full: Full = False, json: J
     runs: dict[str, Served] = {gemm: served("gemm", product, where) for gemm, product in chosen.products.items()}
     for tensor in TENSORS:
         runs |= encoding(chosen, tensor, where)
-    print_recipe(chosen, where, gemms, runs, full=full, json=json)
-    if any(step.error is not None for step in runs.values()):
-        raise typer.Exit(1)
-
-
-def print_recipe(
-    chosen: Recipe,
-    where: torch.device,
-    gemms: dict[str, dict[str, Any]],
-    runs: dict[str, Served],
-    *,
-    full: bool,
-    json: bool,
-) -> None:
-    """Print the operands, their quantizers and the kernels."""
     if json:
         as_json(
             {
@@ -66,17 +51,19 @@ def print_recipe(
                 "experts": expert_note(chosen, EXPERTS),
             }
         )
-        return
-    table(
-        f"{chosen.title}  =  {chosen.text}" if chosen.name else chosen.text,
-        ("product", "computes", "operands"),
-        (
-            (gemm, f"{PRODUCTS[gemm]} = {' · '.join(operands)}", " · ".join(operands.values()))
-            for gemm, operands in gemms.items()
-        ),
-    )
-    show(f"What runs on {where}", ("step",), [((name,), s) for name, s in runs.items()], full=full)
-    print_text(f"Experts: {expert_note(chosen, EXPERTS)}")
+    else:
+        table(
+            f"{chosen.title}  =  {chosen.text}" if chosen.name else chosen.text,
+            ("product", "computes", "operands"),
+            (
+                (gemm, f"{PRODUCTS[gemm]} = {' · '.join(operands)}", " · ".join(operands.values()))
+                for gemm, operands in gemms.items()
+            ),
+        )
+        show(f"What runs on {where}", ("step",), [((name,), s) for name, s in runs.items()], full=full)
+        print_text(f"Experts: {expert_note(chosen, EXPERTS)}")
+    if any(step.error is not None for step in runs.values()):
+        raise typer.Exit(1)
 
 
 def described(recipe: Recipe, gemm: str) -> dict[str, Any]:
