@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from lpq.distributed.shard import WeightShard, plain
 from lpq.formats import Quantizer
 from lpq.kernels import choose
 from lpq.nn import Layer
 from lpq.observe import Collective, collectives, gathered_bytes, held_bytes
 from lpq.recipes.gemms import GEMMS
-from lpq.tensor import QuantizedTensor
+from lpq.tensor.fsdp_protocol import Gathered
 from lpq.torch_private.tensors import local_part
 from lpq.train.team import Team
 
@@ -52,9 +51,7 @@ def held_for_backward(model: nn.Module) -> Iterator[SavedBytes]:
 def _memory(tensor: Tensor) -> list[Tensor]:
     """The tensors that hold the memory of this tensor."""
     part = local_part(tensor)
-    if not isinstance(part, QuantizedTensor):
-        return [plain(part)] if isinstance(part, WeightShard) else [part]
-    return [buffer for _, operand in part.operands for buffer in operand.tensors()]
+    return part.buffers if isinstance(part, Gathered) else [part]
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,7 @@ class Probe:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, team: Team) -> None:
         self.model, self.optimizer, self.team = model, optimizer, team
         self._saved = SavedBytes()
-        self._calls: tuple[list[Collective], list[Collective]] = ([], [])
+        self._calls: list[list[Collective]] = [[], []]
         if team.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(team.device)
 
@@ -92,18 +89,14 @@ class Probe:
         with held_for_backward(self.model) as self._saved, self._watch(0):
             yield
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self) -> AbstractContextManager[None]:
         """Measure the backward that runs inside."""
-        with self._watch(1):
-            yield
+        return self._watch(1)
 
     @contextmanager
     def _watch(self, phase: int) -> Iterator[None]:
-        with ExitStack() as stack:
-            if self.team.many:
-                calls = stack.enter_context(collectives())
-                stack.callback(lambda: self._calls[phase].extend(calls))
+        watching: AbstractContextManager[list[Collective]] = collectives() if self.team.many else nullcontext([])
+        with watching as self._calls[phase]:
             yield
 
     def measured(self) -> StepBytes:

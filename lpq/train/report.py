@@ -47,18 +47,13 @@ class Outcome:
         return cls(title, tuple(trainer.losses), loss, trainer.measured, seconds, tuple(served), trainer.team.many)
 
     @property
-    def bytes_held(self) -> int:
-        """The bytes that a step keeps from the forward for the backward."""
-        return self.measured.held
-
-    @property
     def perplexity(self) -> float:
         """The perplexity per byte on the held-out text."""
         return math.exp(self.held_out_loss)
 
     def to_dict(self) -> dict[str, Any]:
         """The results for JSON, with the last training loss only, since ``metrics.jsonl`` has all."""
-        beside = {"bytes_held": self.bytes_held, "perplexity": self.perplexity}
+        beside = {"bytes_held": self.measured.held, "perplexity": self.perplexity}
         return {**asdict(self), "losses": self.losses[-1:], **beside}
 
 
@@ -133,7 +128,7 @@ def comparison(summary: Summary) -> list[tuple[str, ...]]:
         other = () if summary.seed_distance is None else (f"{summary.seed_distance:+.2%}",)
         rows.append((f"gap to {outcomes[1].title}, of the loss", f"{summary.gap:+.2%}", "–", *other))
     rows.append(("training loss of the last step", *(f"{o.losses[-1]:.4f}" for o in outcomes)))
-    rows.append(("held for backward, per step", *(size(o.bytes_held) for o in outcomes)))
+    rows.append(("held for backward, per step", *(size(o.measured.held) for o in outcomes)))
     if any(o.sharded for o in outcomes) or summary.config.weights == "quantized":
         rows += memory([o.measured for o in outcomes])
     rows.append(("time per step", *(f"{o.seconds * 1e3:.0f} ms" for o in outcomes)))

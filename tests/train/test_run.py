@@ -63,7 +63,7 @@ def test_a_run_compares_the_recipe_with_bf16_and_leaves_its_numbers(
     for outcome, stored in zip(summary.outcomes, written["outcomes"], strict=True):
         assert stored["held_out_loss"] == outcome.held_out_loss
         assert stored["perplexity"] == math.exp(outcome.held_out_loss)
-        assert stored["bytes_held"] == outcome.bytes_held > 0
+        assert stored["bytes_held"] == outcome.measured.held > 0
     assert (summary.directory / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "blocks.0.mlp.up" in (summary.directory / "conversion.txt").read_text()
     assert "blocks.0.mlp.up" not in said
@@ -297,7 +297,7 @@ def test_a_compiled_run_is_the_eager_run(
     assert len(compiled) == 1
     assert eager.losses == other.losses
     assert eager.held_out_loss == other.held_out_loss
-    assert other.bytes_held > 0
+    assert other.measured.held > 0
 
 
 def test_the_number_of_threads_is_the_run_s_alone(
