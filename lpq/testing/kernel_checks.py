@@ -55,8 +55,8 @@ class KernelCheck:
     pairs: Callable[[KernelSpec, Quantizer, Quantizer], Iterable[Pair]]
     """The operands that a kernel is tried on, of quantizers of its first and of its last format."""
     compare: Compare = comparing.compare_calls
-    views: Callable[[KernelSpec, Quantizer | None, Quantizer | None, str], bool] | None = None
-    """The comparison on views of larger operands; None: the operation takes no operands."""
+    views: Callable[[KernelSpec, Quantizer | None, Quantizer | None, str], bool] = lambda *_: False
+    """As ``compare``, on views of larger operands; by default for an operation that takes none."""
     several: Callable[[KernelSpec, Quantizer, Sequence[tuple[int, int]], str], None] | None = None
     """The comparison of a launch for several matrices; None: the operation has none."""
     sums: bool = False
@@ -141,22 +141,3 @@ def pairs(kernel: KernelSpec, quantizer: Quantizer) -> Iterator[Pair]:
         for format in (kernel.formats[0], kernel.formats[-1])
     )
     yield from check_of(kernel).pairs(kernel, first, last)
-
-
-def compare(
-    kernel: KernelSpec,
-    row: Quantizer | None,
-    col: Quantizer | None,
-    x: Tensor,
-    device: str,
-    name: str = "normal values",
-) -> bool:
-    """Run a kernel, and on the CPU the reference of its operation, on the same input, which messages call ``name``.
-    Whether there was anything to compare."""
-    return check_of(kernel).compare(kernel, row, col, x, device, name)
-
-
-def compare_views(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, device: str) -> bool:
-    """The checks with operands that are views of larger ones, if the operation takes operands."""
-    views = check_of(kernel).views
-    return views is not None and views(kernel, row, col, device)

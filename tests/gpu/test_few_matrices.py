@@ -15,7 +15,7 @@ from lpq import registry
 from lpq.core import Quantizer
 from lpq.testing.calls import RAGGED, of_all_sizes
 from lpq.testing.conformance.test_kernels import SIZES
-from lpq.testing.kernel_checks import check_of, compare, compare_views, compared, pairs, refusal
+from lpq.testing.kernel_checks import check_of, compared, pairs, refusal
 from lpq.testing.operands import normal
 from lpq.testing.options import family
 
@@ -41,11 +41,11 @@ def test_each_kernel_equals_the_reference(quantizer: Quantizer) -> None:
             if refusal(kernel, tuple(side for side in (row, col) if side is not None)) is not None:
                 continue
             results = [
-                compare(kernel, row, col, x, "cuda", name)
+                check_of(kernel).compare(kernel, row, col, x, "cuda", name)
                 for name, x in few()
                 if not check_of(kernel).sums or name != SIZES
             ]
-            results.append(compare_views(kernel, row, col, "cuda"))
+            results.append(check_of(kernel).views(kernel, row, col, "cuda"))
             if any(results):
                 served.add(kernel.op)
     assert served >= {"quantize", "measure", "decode"}, registry.format_of(type(quantizer)).name

@@ -29,7 +29,7 @@ from lpq.testing.calls import RAGGED, matrices, of_all_sizes
 from lpq.testing.comparing import Poisoned
 from lpq.testing.conformance.test_kernels import FEW, SIZES
 from lpq.testing.expect import same_operand
-from lpq.testing.kernel_checks import check_of, compare, compare_views, pairs
+from lpq.testing.kernel_checks import check_of, pairs
 from lpq.testing.operands import DIRECTIONS, SEED, encode, normal
 from lpq.testing.options import family
 from lpq.testing.table import DTYPES
@@ -111,11 +111,11 @@ def test_kernels_equal_the_reference(text: str, i: int, launched: list[str]) -> 
             if not serves(kernel, *sides):
                 continue
             compared = [
-                compare(kernel, row, col, x, "cpu", name)
+                check_of(kernel).compare(kernel, row, col, x, "cpu", name)
                 for name, x in few(i, op, (row, col))
                 if not check_of(kernel).sums or name != SIZES
             ]
-            compared.append(compare_views(kernel, row, col, "cpu"))
+            compared.append(check_of(kernel).views(kernel, row, col, "cpu"))
             if any(compared):
                 served.add(op)
     assert served >= {"quantize", "measure", "decode"}
@@ -197,9 +197,10 @@ def test_tiles_of_large_matrices(text: str, monkeypatch: pytest.MonkeyPatch) -> 
         kernel = on_cuda(op, quantizer)
         if kernel is not None and (op != "transpose" or quantizer.transposable):
             row, col = quantizer.side("row"), quantizer.side("col")
-            assert compare(kernel, row, None if op == "transpose" else col, x, "cpu", "broad tiles")
+            check = check_of(kernel)
+            assert check.compare(kernel, row, None if op == "transpose" else col, x, "cpu", "broad tiles")
             if op == "quantize":
-                assert compare(kernel, row, None, x, "cpu", "broad tiles")
+                assert check.compare(kernel, row, None, x, "cpu", "broad tiles")
 
 
 @pytest.mark.parametrize("text", ["fp8", "fp8(scaling=block, block=128x128)", "nvfp4(block=16x16)"])
@@ -344,7 +345,8 @@ def compared(op: str, text: str) -> bool:
     quantizer = lpq.quantizer(text)
     kernel = on_cuda(op, quantizer)
     assert kernel is not None
-    return bool(compare(kernel, quantizer.side("row"), quantizer.side("col"), normal(150, 200), "cpu"))
+    row, col = quantizer.side("row"), quantizer.side("col")
+    return check_of(kernel).compare(kernel, row, col, normal(150, 200), "cpu", "normal values")
 
 
 def test_a_kernel_that_is_wrong_is_noticed(changed: Change, monkeypatch: pytest.MonkeyPatch) -> None:

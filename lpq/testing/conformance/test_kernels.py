@@ -13,7 +13,7 @@ from lpq.registry.operations import TABLE
 from lpq.testing.calls import SHAPES, SIZES, matrices
 from lpq.testing.comparing import compare_rounded
 from lpq.testing.expect import there
-from lpq.testing.kernel_checks import check_of, compare, compare_views, kernels, pairs, refusal, triton_interprets
+from lpq.testing.kernel_checks import check_of, kernels, pairs, refusal, triton_interprets
 from lpq.testing.operands import normal
 from lpq.testing.options import Family, only
 from lpq.testing.table import DTYPES
@@ -42,11 +42,11 @@ def test_kernels_equal_the_reference(family: Family, kernel: KernelSpec) -> None
                 continue
             dtypes = DTYPES if quantizer == family.default else DTYPES[:1]
             results = [
-                compare(kernel, row, col, x, kernel.device, name)
+                check.compare(kernel, row, col, x, kernel.device, name)
                 for name, x in matrices(dtypes, FEW if triton_interprets() else MANY)
                 if not check.sums or name != SIZES
             ]
-            results.append(compare_views(kernel, row, col, kernel.device))
+            results.append(check.views(kernel, row, col, kernel.device))
             served, idle = served or any(results), check.nothing
             if kernel.several is not None and row is not None:
                 there(check.several, f"the check of {kernel.op} of several")(kernel, row, SHAPES, kernel.device)
