@@ -69,8 +69,7 @@ def check_name(name: str) -> None:
         raise OptionError(f"{name!r} cannot be the name of a format: in a quantizer string it means {value}")
     for plugin in registry.plugins():
         if name == plugin.name or name in plugin.formats or name in plugin.recipes:
-            origin = f"{plugin.distribution} {plugin.version}".strip()
-            raise OptionError(f"{name!r} is taken by plugin {plugin.name} ({origin}): choose another name")
+            raise OptionError(f"{name!r} is taken by {plugin.title}: choose another name")
 
 
 def rendered(name: str) -> dict[str, str]:

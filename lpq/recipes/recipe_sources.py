@@ -213,9 +213,8 @@ def _from_spec(spec: RecipeSpec, within: tuple[str, ...]) -> Recipe:
         raise  # this recipe is at fault, not a recipe that is made of it
     except LpqError as error:
         plugin = next(p for p in registry.plugins() if spec.name in p.recipes)
-        origin = f"{plugin.distribution} {plugin.version}".strip()
         raise PluginRecipeError(
-            f"recipe {spec.name} of plugin {plugin.name} ({origin}) cannot be built: {error}\n"
+            f"recipe {spec.name} of {plugin.title} cannot be built: {error}\n"
             "Remedy: install what it needs, or correct it; other recipes still work."
         ) from error
 
