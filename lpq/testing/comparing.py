@@ -21,7 +21,7 @@ from lpq.operations.recoding import bind_recode
 from lpq.registry import KernelSpec
 from lpq.testing.calls import calls, fresh, of_operands, on, parts
 from lpq.testing.expect import equal, one_nan, relative_error, same, there
-from lpq.testing.operands import SEED, encode, normal
+from lpq.testing.operands import SEED, encode, measure, normal
 from lpq.testing.options import partners
 from lpq.testing.table import DTYPES
 from lpq.torch_private.dispatch import TorchDispatchMode
@@ -343,8 +343,7 @@ def compare_memories(
     factors = (1.0, 0.0, torch.inf, 0.25, torch.nan, 3.0)
     steps = max(len(factors), *(math.prod(buffer.shape) + 2 for buffer in side.state), 0)
     for step, factor in enumerate(factor for factor, _ in zip(itertools.cycle(factors), range(steps), strict=False)):
-        of_step = operations.measure_reference(x * factor, side, None)
-        stats = {stat.name: values for stat, values in zip(side.stats, of_step, strict=True)}
+        stats = measure(side, x * factor)
         side.remember(theirs, stats)
         registry.resolve(kernel.impl)(side, ours, stats)
         for name, expected in theirs.items():

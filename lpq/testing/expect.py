@@ -18,8 +18,8 @@ def same(actual: Tensor, expected: Tensor, what: str) -> None:
     """Both tensors have the same dtype, shape and bits."""
     assert actual.dtype == expected.dtype, f"{what}: it is {actual.dtype} and must be {expected.dtype}"
     assert actual.shape == expected.shape, f"{what}: it is {list(actual.shape)} and must be {list(expected.shape)}"
-    integer = _INTEGERS[actual.element_size()]
-    differing = (bits(actual, integer) != bits(expected, integer)).nonzero()
+    one, other = (t.detach().contiguous().view(_INTEGERS[t.element_size()]) for t in (actual, expected))
+    differing = (one != other).nonzero()
     if len(differing):
         at = tuple(differing[0].tolist())
         raise AssertionError(
@@ -45,10 +45,6 @@ def quantized_still(tensor: object, what: str) -> QuantizedTensor:
         f"{what}: it is a {type(tensor).__name__}, and must be a QuantizedTensor"
     )
     return tensor
-
-
-def bits(tensor: Tensor, integer: torch.dtype) -> Tensor:
-    return tensor.detach().contiguous().view(integer)
 
 
 def value(element: Tensor) -> Any:

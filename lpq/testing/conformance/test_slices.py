@@ -10,13 +10,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lpq.formats import Quantizer, Storage
+from lpq.formats.layout import DIMENSIONS
 from lpq.formats.sections import cat
 from lpq.tensor import PrecisionWarning, QuantizedTensor
 from lpq.testing.expect import equal, same_operand, same_quantized, same_values
 from lpq.testing.operands import SEED, cut, encode, few, no_parts, normal, rotated, unit
 
 
-@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
+@pytest.mark.parametrize("dim", [0, 1], ids=DIMENSIONS)
 def test_pieces_of_an_operand(side: Quantizer, dim: int) -> None:
     """``narrow`` on whole blocks gives views that decode to the piece; ``cat`` joins these into the operand."""
     step = unit(side, dim)
@@ -24,8 +25,7 @@ def test_pieces_of_an_operand(side: Quantizer, dim: int) -> None:
     size[dim] = 2 * step + max(1, step // 2)
     operand = encode(side, normal(size[0], size[1]))
     if no_parts(side, dim, ["row"]):
-        name = "rows" if dim == 0 else "columns"
-        what = f"{side}: {name} of what has no parts (leave narrow and cat as Storage has them)"
+        what = f"{side}: {DIMENSIONS[dim]} of what has no parts (leave narrow and cat as Storage has them)"
         equal(operand.narrow(dim, 0, step), None, f"{what}, cut")
         equal(cat([operand, operand], dim), None, f"{what}, joined")
         return
@@ -34,7 +34,7 @@ def test_pieces_of_an_operand(side: Quantizer, dim: int) -> None:
     for start in range(0, size[dim], step):
         stop = min(start + step, size[dim])
         piece = operand.narrow(dim, start, stop)
-        what = f"{side}: {'rows' if dim == 0 else 'columns'} [{start}, {stop}) of {size}"
+        what = f"{side}: {DIMENSIONS[dim]} [{start}, {stop}) of {size}"
         assert piece is not None, f"{what} lie on whole blocks and cannot be taken"
         assert memory == [t.untyped_storage().data_ptr() for t in piece.tensors()], f"{what} were copied"
         same_values(piece.decode(), decoded.narrow(dim, start, stop - start), what, exact=side.rotation is None)
@@ -59,11 +59,11 @@ def test_any_slice_has_the_right_values(quantizer: Quantizer, begin: int, length
     same_values(piece, expected, f"{quantizer}: [{begin}:{end}] of dimension {dim}", exact=not rotated(quantizer))
 
 
-@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
+@pytest.mark.parametrize("dim", [0, 1], ids=DIMENSIONS)
 def test_split_and_cat_are_the_whole(quantizer: Quantizer, dim: int) -> None:
     """``torch.cat(torch.split(t, …))`` is ``t``, buffer for buffer, with row only, column only and both."""
     size, step = [48, 48], cut(quantizer)[dim]
-    size[dim], name = 3 * step, "rows" if dim == 0 else "columns"
+    size[dim], name = 3 * step, DIMENSIONS[dim]
     if no_parts(quantizer, dim):
         pytest.skip(f"an operand of this format has no {name} that are parts: its pieces are decoded")
     x = normal(size[0], size[1])
