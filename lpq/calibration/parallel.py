@@ -1,11 +1,8 @@
 """Tensor parallelism while statistics are collected: ranks over which layers are divided go through a batch together.
 
-A row-wise layer adds the results of its ranks, in an order that depends on the number of ranks. So would the last bits
-of the inputs of later layers, and their scales. So a divided layer is gathered when its turn comes, and multiplied
-whole on each rank, as one process multiplies it.
-
-Experts that are divided over ranks get the rows of all ranks together, and formats may scale these by the largest. So
-ranks that exchange rows take turns: in each the experts see one batch, as in one process.
+A divided layer is gathered when its turn comes, and multiplied whole on each rank, as one process multiplies it: sums
+of parts round differently for other numbers of ranks, and so would scales. Ranks that exchange rows of experts take
+turns: in each the experts see one batch, as in one process.
 """
 
 from __future__ import annotations

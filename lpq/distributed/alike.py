@@ -1,9 +1,8 @@
 """A check that the ranks which share a model have the same one: different recipes would be mixed in silence.
 
-Which ranks share a layer follows from where its weight lies: over all dimensions of its device mesh, and over the
-replicas of a DistributedDataParallel. They compare one hash before weights or operands travel, and when a recipe has
-changed; and again and again, in a collective of a few words, while a later step may change one. Where it differs, they
-exchange descriptions of their models, and all raise.
+They compare one hash before weights or operands travel, and when a recipe has changed; and again and again, in a
+collective of a few words, while a later step may change one. Where it differs, they exchange descriptions of their
+models, and all raise.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Rows on their way to the ranks of their experts, and the results on their way back.
 
-Rows lie expert by expert, and so do arriving rows: for each expert, rank by rank. Where rows travel encoded, each is
-encoded before it is sent, into the bytes that it would get where it arrives. That takes a format in which no value
-belongs to two rows (``why_not_row_by_row``). All that can fail on one rank is done before the ranks exchange how many
-rows go to each expert: with these numbers each one tells the others whether it has failed, and which model it has.
+Rows lie expert by expert, and so do arriving rows: for each expert, rank by rank. All that can fail on one rank, such
+as to encode its rows, is done before the ranks exchange how many rows go to each expert: with these numbers each one
+tells the others whether it has failed, and which model it has.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Sharded master weights: cast to quantized weights that every rank holds whole.
 
 As in ZeRO: each rank owns a part of each flattened fp32 master, anywhere, of any length. A rank takes zeros for the
-elements of the others. It measures, the ranks reduce the statistics of all weights in one collective, and it encodes:
-then it has all scales, and the codes of its own elements. Where codes cannot be had so, because a code is of several
-elements or depends on others, the ranks exchange the elements, and each encodes the whole. Once the codes are gathered,
-every buffer has, bit for bit, the bytes of the encoded whole master.
+elements of the others. Once the codes are gathered, every buffer has, bit for bit, the bytes of the encoded whole
+master.
 """
 
 from __future__ import annotations

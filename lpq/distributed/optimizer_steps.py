@@ -1,11 +1,6 @@
-"""Steps of optimizers: the only hook on all steps, and the watchers that it calls.
-
-torch calls a function before and after the step of any optimizer of this process. So a training loop needs no line for
-what lpq does there: the statistics of weights that are gathered quantized are reduced together, an optimizer that would
-train nothing is refused, and a policy whose step nobody moves gets a warning. Counting writes would not do: neither a
-compiled step nor a fused one leaves a trace in autograd's counts.
-
-An optimizer is looked at once, by its own parameters. One that no watcher is concerned with is left alone afterwards.
+"""Steps of optimizers: the only hook on all steps, and the watchers that it calls. So a training loop needs no line for
+what lpq does there. An optimizer is looked at once, by its own parameters. One that no watcher is concerned with is
+left alone afterwards.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Writing files that are either whole or do not count: in an unfinished directory beside their place, which one job has
 at a time.
 
-The directory is lpq's by a lock on a file in it. The system releases a lock when its process ends, however it ends. So
-files that a killed process left behind can be distinguished from those that another process is writing, and a directory
-without the file is somebody else's. On a file system without locks this is impossible: there all files count as left
-behind.
+The directory is lpq's by a lock on a file in it, which the system releases when its process ends, however it ends. On a
+file system without locks all files count as left behind by a process that was killed.
 """
 
 from __future__ import annotations

@@ -1,16 +1,8 @@
 """Kernels in CUDA C++, of any plugin, compiled at first use and launched on torch's current stream.
 
 A plugin writes a ``.cu`` file with an ``extern "C" __global__`` function, makes a ``CudaKernel`` of it once, and calls
-``launch`` from the callable that its ``KernelSpec`` (``backend="cuda"``, ``requires=("cuda.core",)``) names::
-
-    SCALE = CudaKernel(Path(__file__).with_name("scale.cu"), "scale", "PPfq", threads=256)
-
-    def decode(operand, dtype):
-        out = torch.empty(operand.shape, dtype=dtype, device=operand.device)
-        device, count = out.get_device(), out.numel()
-        macros = ("SCALE_TYPE=float",)
-        SCALE.launch(device, macros, -(-count // 256), operand.data.data_ptr(), out.data_ptr(), 0.5, count)
-        return out
+``launch`` from the callable that its ``KernelSpec`` (``backend="cuda"``, ``requires=("cuda.core",)``) names. The page
+on writing a plugin has an example.
 
 Each set of macros is compiled once for an architecture. A macro needs a name of its own: the compiler's headers use
 short ones such as ``T``. A file beside the source or in ``csrc/common`` can be included, by its name or by a macro

@@ -1,24 +1,15 @@
 """Layers that are given the same tensor, such as q, k and v, or gate and up: it is encoded once for all of them.
 
-The operands are kept beside a weak reference to the tensor, by all layers of one ``lpq.convert`` together. A layer
-takes the operands for that very object if it has not changed: autograd has counted no write to it, and its memory has
-the same address. So a clone, another view or another version is encoded anew. So is a tensor made under
-``torch.inference_mode``, for which PyTorch counts no writes. A write through ``.data``, by another process, through
-numpy, or by a kernel that bypasses autograd, goes unnoticed: as with any tensor that autograd keeps for backward, it is
-not allowed between two siblings, unless ``torch.autograd.graph.increment_version`` counts it. Between two passes it is:
-a layer that gets the tensor again encodes it again.
+A layer takes the operands of a tensor that another layer of the same ``lpq.convert`` encoded, if it is that very object
+and autograd has counted no write to it since. So a clone, another view, or a tensor made under
+``torch.inference_mode``, which counts no writes, is encoded anew. A write that nothing counts, as through ``.data``, is
+not allowed between two siblings. Layers with static statistics share inputs where the values of these are equal. They
+are read off the buffers when a layer runs for the first time, and again when autograd has counted a write to them,
+since a GPU would have to be waited for.
 
-Layers with static statistics share inputs where the values of these are equal. They are read off the buffers when a
-layer runs for the first time, and again when autograd has counted a write to them, since a GPU would have to be waited
-for.
-
-Autograd keeps the column operand for backward, once for all siblings. The row operand is of no use after the last
-sibling, but no layer can find out that it is the last, and the tensor may live on: autograd keeps it where an adapter
-or a router, which are not encoded, multiplies it too. So operands are freed when the tensor dies, when ``MOST`` others
-have been encoded, or when a gradient arrives at any of the layers. In evaluation as in training a model thus holds at
-most ``MOST`` encoded inputs besides the inputs that autograd keeps, and none whose tensor is gone.
-
-Under tensor parallelism an input is gathered once in each direction, and one alone is kept: all ranks find it, or none.
+Autograd keeps the column operand for backward. The row operand is of no use after the last sibling, but no layer can
+find out that it is the last. So operands are freed when the tensor dies, when ``MOST`` others have been encoded, or
+when a gradient arrives at any of the layers.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """The gradients that one run of backward asks a layer for, whether it adds the gradient of the weight to a tensor, and
 whether the run moves the states of the layer.
 
-One forward may be followed by several backwards: ``torch.autograd.grad(y, x, retain_graph=True)`` and then another, or
-the backwards of a zero-bubble pipeline, which asks for the gradient of the input first and for the gradient of the
-weight later. Each makes the products that it is asked for. States move once for each forward, in the backward that
-makes the gradient of the weight. So a backward for the gradient of the input alone is no step: a pipeline that runs one
-on memory that no data fills, to infer shapes, leaves no mark.
-
-Two kinds of layers cannot tell a step so, and refuse to be asked for a part of the gradients where they have states
-that move. A compiled backward makes all gradients each time and knows nothing of others. The states of a layer whose
-weight is frozen move in the first backward, which makes the gradient of the input alone.
+One forward may be followed by several backwards, as in a zero-bubble pipeline, each of which makes the products that it
+is asked for. States move once for each forward, in the backward that makes the gradient of the weight. Two kinds of
+layers cannot tell a step so, and refuse to be asked for a part of the gradients where they have states that move. A
+compiled backward makes all gradients each time and knows nothing of others. The states of a layer whose weight is
+frozen move in the first backward, which makes the gradient of the input alone.
 """
 
 from __future__ import annotations
