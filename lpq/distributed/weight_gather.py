@@ -49,8 +49,8 @@ class GatheredLayer(Protocol):
     def weight_quantizer(self) -> Quantizer | None:
         """The quantizer of the weight at this step; None: it stays in high precision."""
 
-    def weight_state(self) -> Mapping[str, Tensor] | None:
-        """The statistics of the weight that the quantizer remembers across steps."""
+    def states(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """The statistics of each tensor that its quantizer remembers across steps."""
 
 
 class GatheredModel(Protocol):
@@ -288,19 +288,15 @@ class Gather:
         if self._recall is None:
             return self.spanning
         if not self._state_stats or not (self.site.for_backward if for_backward is None else for_backward):
-            state = self.layer.weight_state()
-            if not state:
+            if not (state := self.layer.states().get("w")):
                 return self.spanning
             recalled = self._recall(None, state, None)
             if "w" in self.layer.passes.fresh:
                 recalled = [None if k is None else s for k, s in zip(recalled, self.stats, strict=True)]
             if not self._state_stats:  # launches are bound to where they lie
                 self._state_stats = [None if k is None else torch.empty_like(k.contiguous()) for k in recalled]
-            pairs = [
-                (own, k)
-                for own, k in zip(self._state_stats, recalled, strict=True)
-                if own is not None and k is not None
-            ]
+            both = zip(self._state_stats, recalled, strict=True)
+            pairs = [(own, k) for own, k in both if own is not None and k is not None]
             self.version = object()
             if copies is None:
                 copy_pairs(pairs)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lpq.nn.extended import Extension, class_before, extend, restore
+from lpq.nn.extended import Extension, clashes, class_before, extend, restore
 from lpq.nn.linear import Layer
 from lpq.nn.norm_groups import Place
 from lpq.nn.norms import EncodingNorm
@@ -45,6 +45,11 @@ def norm_of(module: nn.Module) -> NormKind | None:
     if _may_take_ours(module):
         return None
     return next((norm for norm in _kinds(module, bias is not None) if _tried(module, norm) is not None), None)
+
+
+def lost_by(norm: nn.Module) -> list[str]:
+    """The attributes that a norm would lose if it was adopted."""
+    return [] if isinstance(norm, EncodingNorm) else clashes(norm, AdoptedNorm)
 
 
 def _may_take_ours(module: nn.Module) -> bool:

@@ -171,6 +171,7 @@ def _change_of(module: nn.Module, name: str, schedule: Schedule) -> tuple[Change
     new: nn.Module | None = registry.convert_module(module, name, first)
     if new is None:
         if (kind := _kind_of(module)) is not None:
+            kind.check_names(module, name or "the layer")
             return Change(name, module, schedule, module, kind), note
         if type(module) is nn.Linear or holds_transposed(module):
             which = "an nn.Linear" if type(module) is nn.Linear else f"a {type(module).__name__}"

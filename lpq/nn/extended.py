@@ -34,6 +34,21 @@ def _subclass(kind: Any, base: Any) -> Any:
     return type(base.__name__, (kind, base), own | kind.attributes_for(base))
 
 
+def attribute_names(cls: type) -> set[str]:
+    """The names that a class and its bases define or declare at present: transformers adds some for a while."""
+    return {name for c in cls.__mro__ for name in (*vars(c), *vars(c).get("__annotations__", ()))}
+
+
+def clashes(module: nn.Module, kind: Any) -> list[str]:
+    """The attributes that a module would lose as one of ``kind``, as that class has others of these names."""
+    base: Any = type(module)
+    ours = attribute_names(kind) - attribute_names(nn.Linear) - {"bias"}  # which all have for the same
+    if issubclass(kind, base):
+        ours -= attribute_names(base)
+    own = {*vars(module), *module._parameters, *module._buffers, *module._modules, *attribute_names(base)}
+    return sorted(own & ours)
+
+
 def extend(module: nn.Module, kind: Any) -> None:
     """Extend the class of this very module."""
     base: Any = type(module)
@@ -65,5 +80,4 @@ def restore(module: Any, *own: str) -> None:
 
 def fresh(kind: Any, base: Any) -> Any:
     """Return a module whose state comes from ``__setstate__``."""
-    cls = _subclass(kind, base)
-    return cls.__new__(cls)
+    return object.__new__(_subclass(kind, base))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from lpq.nn.adopted_norms import norm_of
+from lpq.nn.adopted_norms import lost_by, norm_of
 from lpq.nn.extended import class_before
 from lpq.nn.grouped_linear import GroupedLayer
 from lpq.nn.linear import Layer
@@ -33,6 +33,7 @@ MORE = "its block calls it with more than its input, as with a gate, and only a 
 AGAIN = "it runs twice in its block, or a layer that takes its output does, or its output is written to"
 REPLACED = "the forward of its block was replaced on the object: call lpq.fuse again without that"
 REPLACED_INSIDE = "the forward of a module in its block was replaced on the object: call lpq.fuse again without that"
+LOST = "its {} would be lost, since a norm that encodes has attributes of such names: rename yours"
 DESCRIBE = ("__get__", "size", "dim", "numel")
 """The names of functions that read no element: attributes of a tensor, and methods."""
 MOVE = "; if it has kernels for a GPU alone, call lpq.fuse again once the model is there"
@@ -82,14 +83,16 @@ def followers(block: nn.Module) -> dict[str, Followers | str]:
     uses.note(out)
     by_norm: dict[str, Followers | str] = {}
     for name in norms:
-        norm = like._modules[name]
+        norm, lost = like._modules[name], lost_by(norms[name])
         outputs = norm.outputs
         takers = [place for place, x in uses.takes if any(x is y for y in outputs)]
         places = tuple(place for place in takers if isinstance(place[-1][2], Layer))
         others = len(places) < len(takers) or any(id(y) in uses.others for y in outputs)
         once = all(sum(place == other for other, _ in uses.takes) == 1 for place in places)
         written = any(version_of(y) for y in outputs)
-        if norm.more or not outputs:
+        if lost:
+            by_norm[name] = LOST.format(listed(lost))
+        elif norm.more or not outputs:
             by_norm[name] = MORE if norm.more else UNCALLED
         elif places:
             layers = [place[-1][2] for place in places]

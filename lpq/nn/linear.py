@@ -43,8 +43,6 @@ from lpq.torch_private.tensors import local_part
 if TYPE_CHECKING:
     from lpq.distributed.weight_gather import Gather
 
-State = dict[str, Tensor]
-
 
 class Layer(WeightedLayer):
     """``y = x Wᵀ + b`` with the three products of ``recipe``.
@@ -205,10 +203,8 @@ class Layer(WeightedLayer):
         (plan, shapes), accumulate = call[:2], self.model.accumulate
         if accumulate is not None:
             check_accumulation(self, weight)
-        seeds = None
-        if plan.stochastic:
-            draw = drawn_by_operator if call.step is None else drawn
-            seeds = draw(input, weight, len(TENSORS))
+        draw = drawn_by_operator if call.step is None else drawn
+        seeds = draw(input, weight, len(TENSORS)) if plan.stochastic else None
         if self.passes.borrowed and not (shapes.given or shapes.taken) and torch.is_grad_enabled():
             self.own_buffers()  # each layer that encodes for itself moves its state
         states = states_of(self, plan.memories) if plan.memories else {}
@@ -235,13 +231,7 @@ class Layer(WeightedLayer):
 
     def weight_quantizer(self) -> Quantizer | None:
         """The quantizer of the weight at this step; None: the weight is not quantized."""
-        plan = self.passes.plan
-        return plan.w if plan is not None else None
-
-    def weight_state(self) -> State | None:
-        """The state of the weight's quantizer, if it has one."""
-        plan = self.passes.plan
-        return states_of(self, plan.memories).get("w") if plan is not None else None
+        return self.passes.plan.w if self.passes.plan is not None else None
 
     def weight_gather(self) -> Gather:
         """How the weight is gathered; FSDP2 uses it, once it shards the layer."""
@@ -268,8 +258,7 @@ class Layer(WeightedLayer):
             weight: Tensor = self.weight.t() if self.transposed else self.weight
             buffers = weight_operands(plan, self.weight, None, col=True)
             if buffers is None:
-                fresh = "w" in self.passes.fresh
-                memory = None if fresh else state
+                memory = None if (fresh := "w" in self.passes.fresh) else state
                 row, col, stats = encode_operands(plan.w, weight, col=not plan.w_at_use, state=memory, measures=fresh)
                 assert row is not None
                 buffers = row.tensors(), () if col is None else col.tensors()

@@ -127,11 +127,8 @@ def _check_stored(
             f"{is_stored}, and weights='high_precision' wants it in high precision. Use weights='quantized' or None, "
             f"which leave it as it is; or, {anew}"
         )
-    reason = None
-    if weights is not None and ranks is not None:
-        reason = why_uncut(stored, shape[0], ranks, is_stack(shape))
-    if reason is not None:
-        raise ValueError(f"{is_stored} and cannot be cut for ranks={ranks}: {reason}. Use another number; or, {anew}")
+    if weights is not None and ranks is not None and (why := why_uncut(stored, shape[0], ranks, is_stack(shape))):
+        raise ValueError(f"{is_stored} and cannot be cut for ranks={ranks}: {why}. Use another number; or, {anew}")
 
 
 def _sharded(model: nn.Module, layers: Iterable[Layer], weights: Weights | None) -> dict[nn.Module, Tensor]:
@@ -154,9 +151,10 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
     from lpq.distributed.model_gathers import Gathering
     from lpq.distributed.weight_gather import Gather
 
+    replaced: list[Tensor] = []
     fsdp, models = Gathering(model), {layer.model: replace(layer.model) for _, layer, _ in _layers(model)}
     for name, layer, shared in list(_layers(model)):
-        if shared or layer.transposed or _is_computed(layer) or hasattr(layer.weight, "device_mesh"):
+        if shared or layer.transposed or "weight" not in layer._parameters or hasattr(layer.weight, "device_mesh"):
             continue
         layer.model = models[layer.model]
         layer.model.fsdp = fsdp
@@ -173,11 +171,12 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
             weight.title = f"{name}.weight".strip(".")
         else:
             weight = as_shard(weight)
-        replaced = layer.weight
+        replaced.append(layer.weight)
         layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
         layer.claim_weight()
-        if not isinstance(replaced, Gathered):  # which notices it by itself
-            replaced.replaced_by = "lpq.convert"  # type: ignore[attr-defined]  # for an optimizer's error
+    for weight in replaced:
+        if not isinstance(weight, Gathered):  # which notices it by itself
+            weight.replaced_by = "lpq.convert"  # type: ignore[attr-defined]  # for an optimizer's error
 
 
 def why_none_stored(model: nn.Module, ranks: int | None) -> str | None:
@@ -199,7 +198,7 @@ def weight_notes(model: nn.Module, ranks: int | None) -> Iterator[tuple[str, str
         site = sharded.get(layer)
         if shared:
             yield name, f"{_form(layer.weight)}: the weight belongs to several modules"
-        elif _is_computed(layer):
+        elif "weight" not in layer._parameters:  # a hook sets it before each forward
             yield name, "in high precision: the weight is no parameter but computed from others, as by pruning"
         elif layer.transposed:
             yield name, "in high precision: the weight is [in, out], and only one of [out, in] is gathered quantized"
@@ -254,11 +253,6 @@ def _note(layer: Layer, weight: Tensor, ranks: int, site: Site | None) -> str:
         elif operands > count and ranks > 1:
             how += f"; in high precision{when}, for its operands would be {operands / in_bf16:.2f}"
     return how
-
-
-def _is_computed(layer: Layer) -> bool:
-    """Whether a hook sets the weight before each forward, as ``torch.nn.utils``' pruning and ``weight_norm`` do."""
-    return "weight" not in layer._parameters
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Layer, bool]]:

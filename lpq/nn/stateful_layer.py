@@ -16,13 +16,14 @@ from lpq.distributed.alike import Comparison
 from lpq.distributed.model_check import ModelCheck
 from lpq.distributed.recipe_changes import withhold
 from lpq.nn.converted_model import ConvertedModel
-from lpq.nn.extended import Extension, extend
+from lpq.nn.extended import Extension, clashes, extend
 from lpq.nn.fresh_states import FreshStates, decide
 from lpq.nn.passes import Passes
 from lpq.nn.plan import LayerBuffer, Plan, check_names
 from lpq.recipes import Recipe, RecipeLike, Schedule
 from lpq.recipes.gemms import TENSORS
 from lpq.registry.former_names import former_attribute
+from lpq.registry.showing import listed
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.compiling import is_exporting, once_when_traced
 from lpq.torch_private.tensors import local_part
@@ -53,6 +54,7 @@ class StatefulLayer(nn.Module):
     @classmethod
     def adopt(cls, module: nn.Module, recipe: RecipeLike | None) -> Self:
         """Turn this very module into a layer of this class: parameters, hooks and references to it stay."""
+        cls.check_names(module, f"a {type(module).__name__}")
         if issubclass(cls, Extension):
             extend(module, cls)
         else:
@@ -61,6 +63,15 @@ class StatefulLayer(nn.Module):
         module.begin()
         module.recipe = recipe
         return module
+
+    @classmethod
+    def check_names(cls, module: nn.Module, title: str) -> None:
+        """Refuse a module that would lose attributes as a layer of this class."""
+        if names := clashes(module, cls):
+            raise ValueError(
+                f"{title}: its {listed(names)} would be lost, as a layer of lpq has attributes of such names: rename "
+                "yours, or have the policy give the layer no recipe"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Give a copy passes of its own: a shallow copy, too, may get another recipe."""
@@ -194,8 +205,7 @@ class StatefulLayer(nn.Module):
 
     def state_buffers(self) -> tuple[LayerBuffer, ...]:
         """The buffers of its present recipe."""
-        plan = self.passes.plan
-        return plan.memories if plan is not None else ()
+        return self.passes.plan.memories if self.passes.plan is not None else ()
 
     def memories(self) -> dict[str, Tensor]:
         """All that its quantizers remember across steps, by the names of the buffers."""
@@ -259,9 +269,7 @@ def give_recipes(by_layer: Mapping[StatefulLayer, Recipe | None]) -> None:
         layer.planned(recipe)
         if (comparison := layer.model.changes_together(layer.shared_weight().device, layer.passes.traced)) is not None:
             together[layer] = comparison
-    reasons: Mapping[StatefulLayer, str] = {}
-    if together:
-        reasons = withhold(together, changes)
+    reasons: Mapping[StatefulLayer, str] = withhold(together, changes) if together else {}
     for layer, recipe in by_layer.items():
         if (words := reasons.get(layer)) is None:
             layer.take_recipe(recipe)

@@ -12,10 +12,10 @@ from torch import nn
 def undone_if_refused(model: nn.Module) -> Iterator[None]:
     """Give the modules of a model their classes and attributes back if an error is raised inside: a layer may have
     adopted one of them, or a block may have been extended, before another one is refused."""
-    before = [
-        (m, type(m), [(t, t.copy()) for t in (vars(m), *vars(m).values()) if isinstance(t, dict)])
-        for m in model.modules()
-    ]
+    before = []
+    for m in model.modules():
+        own = vars(m), *vars(m).values(), getattr(vars(m).get("passes"), "__dict__", None)
+        before.append((m, type(m), [(t, t.copy()) for t in own if isinstance(t, dict)]))
     try:
         yield
     except Exception:

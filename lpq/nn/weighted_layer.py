@@ -71,19 +71,14 @@ class WeightedLayer(StatefulLayer):
                 "other code refers to it, such as a graph of autograd, or an engine that shards weights by itself: "
                 f"move the model before that, or convert it with weights=None ({error.__cause__ or error})"
             ) from error
-        if had_values and self.weight.is_meta:
-            self._refuse_to_wait_for_values()
-        self.claim_weight()  # torch has put another tensor's attributes in place of its own
-        return self
-
-    def _refuse_to_wait_for_values(self) -> None:
-        """Refuse on all ranks what would be refused on the first one alone, while the others wait for it."""
-        if Ranks().size > 1:
+        if had_values and self.weight.is_meta and Ranks().size > 1:  # else the others would wait for the first one
             raise RuntimeError(
                 f"{self.title}: its weight is stored quantized, and loses its values on the meta device. Libraries "
                 "that move a model there have rank 0 send the values, which it cannot for such a weight: turn that "
                 "off (cpu_ram_efficient_loading=False in accelerate), or convert with weights='high_precision'"
             )
+        self.claim_weight()  # torch has put another tensor's attributes in place of its own
+        return self
 
     def claim_weight(self) -> None:
         """Give a weight that FSDP2 will gather quantized a reference to its layer, to find out when it is replaced."""

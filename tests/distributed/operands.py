@@ -111,7 +111,7 @@ State = dict[str, Tensor] | None
 
 def memories(net: Side) -> list[State]:
     """Each layer's memory of its weight, before it moves."""
-    states = [layer.weight_state() for layer in net.layers]  # type: ignore[operator]
+    states = [layer.states().get("w") for layer in net.layers]  # type: ignore[operator]
     return [{name: tensor.clone() for name, tensor in state.items()} if state else None for state in states]
 
 
