@@ -30,17 +30,10 @@ BROAD = 256
 """Columns of a tile whose lines a whole warp reads: 2 to 4 percent faster than half a warp, for a row operand."""
 LARGE_TILE = 96 << 10
 """Shared memory of a block that takes a tile of 256 x 256, in bytes."""
-INPUTS = {
-    torch.bfloat16: "LPQ_INPUT=LPQ_BF16",
-    torch.float16: "LPQ_INPUT=LPQ_FP16",
-    torch.float32: "LPQ_INPUT=LPQ_FP32",
-}
+ELEMENTS = {torch.bfloat16: "LPQ_BF16", torch.float16: "LPQ_FP16", torch.float32: "LPQ_FP32"}
+INPUTS = {dtype: f"LPQ_INPUT={element}" for dtype, element in ELEMENTS.items()}
 """The macro for the dtype of the input, or for the one that it is rounded to as it is read."""
-OUTPUTS = {
-    torch.bfloat16: "LPQ_OUTPUT=LPQ_BF16",
-    torch.float16: "LPQ_OUTPUT=LPQ_FP16",
-    torch.float32: "LPQ_OUTPUT=LPQ_FP32",
-}
+OUTPUTS = {dtype: f"LPQ_OUTPUT={element}" for dtype, element in ELEMENTS.items()}
 """The macro for the dtype that is decoded to."""
 PARTS = CudaKernel("common/amax.cu", "amax_parts", "PqP", threads=1024, waits=True)
 FINISH = CudaKernel("common/amax.cu", "amax_finish", "PqP", threads=1024, waits=True)
