@@ -286,11 +286,7 @@ def in_two_steps(encoder: BindEncoder, spec: EncoderSpec) -> Encoder:
     """Encode the row operand now, keep the tensor, and make its column operand later, to the bit as it would be now:
     with the same random bits, with the statistics of the whole tensor, which are measured once, or with a copy of the
     present state, which another backward may move meanwhile.
-
-    A compiler's partitioner decides what is kept for backward (``EncoderSpec.later``), and never makes again the
-    results of a custom operator that forward needs. An operator that only backward needs, as the second step, goes
-    where the fewest bytes are kept: into backward, where the tensor, or the tensors that it is computed from, are kept
-    anyway, or else into forward.
+    A compiler's partitioner places the second step where the fewest bytes are kept (``EncoderSpec.later``).
     """
     traced, row = spec.later, sides_of(spec)[0]
     draws, ends = rounds_stochastically(spec.quantizer), int(spec.sections is not None and not spec.sections.stack)
