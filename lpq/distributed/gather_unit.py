@@ -1,7 +1,5 @@
 """Unit: the weights that FSDP2 gathers together, whose gather is one plan. FSDP2 asks the weights of a unit one by one,
-always in the same order, what they send. The first weight checks all weights and chooses the plan. The first weight of
-a load sends for the whole load, and the others send nothing. No gather keeps anything for the next one, so that an
-error between the two leaves nothing behind.
+always in the same order, what they send: the first one checks all weights and chooses the plan.
 """
 
 from __future__ import annotations

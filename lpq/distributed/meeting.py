@@ -1,8 +1,6 @@
 """Ranks that meet in the store of the job, and not in a collective: where not all come, none is left in one.
 
-A rank may be the only one that has something to compare, such as a recipe that it alone changed. The others then wait
-for it in other collectives, or it for them. So a meeting has an end. Whether all ranks had come by then is decided
-once, for all alike. The text of a rank lies in the store until the others look.
+The text of a rank lies in the store until the others look.
 """
 
 from __future__ import annotations

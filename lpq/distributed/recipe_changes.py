@@ -1,10 +1,4 @@
-"""Changes of the recipes of layers that ranks share: all ranks take another recipe, or none does.
-
-Where ranks send each other bytes that follow from a recipe, a rank that took another one alone would wait in a
-collective, and the others with it. So it waits, before it takes one, for all ranks that share the layer to change
-theirs. If they do not, it keeps the recipe that all have, and goes on as they do. Before the next step of an optimizer
-all compare, and raise.
-"""
+"""Changes of the recipes of layers that ranks share: all ranks take another recipe, or none does."""
 
 from __future__ import annotations
 

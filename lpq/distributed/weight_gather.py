@@ -1,8 +1,6 @@
 """Gather: the statistics of a weight that FSDP2 gathers in its quantized form, and the tensors that gathers fill.
 
-The whole weight is a ``QuantizedTensor`` whose buffers stay the same tensors; their memory is filled by a gather and
-freed when FSDP2 shards the weight again. A layer saves the column operand in forward, where it is empty, and finds it
-filled in backward. The unit gathers (``gather_unit.py``): FSDP2 gathers all weights of a unit together.
+The unit gathers (``gather_unit.py``): FSDP2 gathers all weights of a unit together.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Forward encodes ``x`` and ``w`` in both directions and keeps for backward the two operands that backward multiplies, not
 the high-precision input; where a recipe or a compiler chooses so, it keeps a tensor in place of an operand, which
-backward makes from it. State that lives across steps is read in forward and moves in backward only, so that evaluation
-leaves it alone and activation checkpointing, which runs forward twice, computes the same numbers twice.
+backward makes from it.
 """
 
 from __future__ import annotations
