@@ -126,16 +126,14 @@ def planned(
     quantized = {entry.layer.name for entry in entries if entry.layer is not None}
     _check_names(quantized, input_amax, leave)
     assigned = [_assigned(entry, layout, input_amax, leave) for entry in entries]
-    places: dict[tuple[int, str | None], list[str]] = {}
-    kinds: dict[tuple[int, str | None], tuple[Scheme, Inputs | None]] = {}
+    places: dict[tuple[int, str | None], tuple[Scheme, Inputs | None, list[str]]] = {}
     for tensor in assigned:
         if tensor.scheme is not None:
             key = id(tensor.scheme), tensor.inputs.quantizer if tensor.inputs is not None else None
-            kinds[key] = tensor.scheme, tensor.inputs
-            places.setdefault(key, []).append(tensor.layer)
+            places.setdefault(key, (tensor.scheme, tensor.inputs, []))[2].append(tensor.layer)
     if not places:
         raise CheckpointError("no layer has a quantized weight: convert the model with a recipe first, lpq.convert")
-    groups = tuple(Group(*kinds[key], tuple(layers)) for key, layers in places.items())
+    groups = tuple(Group(scheme, inputs, tuple(layers)) for scheme, inputs, layers in places.values())
     layers = {layer for group in groups for layer in group.layers}
     apart = [t.layer for t in assigned if t.entry.layer is not None and t.scheme is None]
     left = tuple(dict.fromkeys([*linear(layers), *apart]))
