@@ -11,14 +11,13 @@ import lpq
 from lpq.cli.doctor import Device
 from lpq.cli.kernels import Served, check_environment, pick_device, served, show
 from lpq.cli.output import Json, as_json, print_text
-from lpq.formats.format import Direction, Quantizer
+from lpq.formats.format import DIRECTIONS, Quantizer
 from lpq.nn.layer_notes import expert_note
 from lpq.recipes import Recipe
 from lpq.recipes.gemms import GEMMS, OPERANDS, TENSORS
 from lpq.recipes.policy_sources import refuse_rules
 from lpq.registry.tables import table
 
-SIDES: tuple[Direction, Direction] = ("row", "col")
 PRODUCTS = {"fprop": "y", "dgrad": "dx", "wgrad": "dw"}
 EXPERTS = [(14336, 4096), (1408, 2048)]
 """Outputs and features of large and of small experts, as models have them."""
@@ -75,7 +74,7 @@ def described(recipe: Recipe, gemm: str) -> dict[str, Any]:
 def encoding(recipe: Recipe, tensor: str, device: torch.device) -> dict[str, Served]:
     """The kernels that encode a tensor: one step for both operands where one read can make them."""
     quantizer: Quantizer = getattr(recipe, tensor)
-    sides = {f"{tensor}.{side}": quantizer.side(side) for side in SIDES}
+    sides = {f"{tensor}.{side}": quantizer.side(side) for side in DIRECTIONS}
     real = {name: side for name, side in sides.items() if not side.plain}
     if not real or quantizer.col_source == "row":
         return {f"quantize {name}": served("quantize", (side,), device) for name, side in sides.items()}

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lpq.formats.random_bits import RandomBits
 
 Direction = Literal["row", "col"]
+DIRECTIONS: tuple[Direction, Direction] = ("row", "col")
 
 
 class Quantizer(Options):

@@ -11,14 +11,12 @@ import math
 import torch
 
 from lpq import registry
-from lpq.formats.format import Direction, Quantizer
+from lpq.formats.format import DIRECTIONS, Quantizer
 from lpq.formats.sections import unit
 from lpq.kernels import Choice, choose
 from lpq.operations.binding import Operand
 from lpq.operations.fused_pair import ALIGNED
 from lpq.operations.sectioned import decodable
-
-DIRECTIONS: tuple[Direction, Direction] = ("row", "col")
 
 
 def choice_of(a: Quantizer, b: Quantizer, rows: int, device: torch.device) -> Choice | None:

@@ -10,7 +10,7 @@ from hypothesis import Phase, settings
 from torch import Tensor
 
 from lpq.formats import Quantizer, RandomBits, Storage
-from lpq.formats.format import Direction
+from lpq.formats.format import DIRECTIONS, Direction
 from lpq.operations.format_calls import encoded_by
 from lpq.operations.measuring import measure_reference
 from lpq.recipes import Recipe, recipe
@@ -25,7 +25,6 @@ few = settings(
 )
 """How much hypothesis tries: the same few shapes in every run. To trace what explains a failure would take many times
 as long as to find it."""
-DIRECTIONS: tuple[Direction, Direction] = ("row", "col")
 
 
 def sides(quantizer: Quantizer) -> list[Quantizer]:

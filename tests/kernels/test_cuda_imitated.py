@@ -17,6 +17,7 @@ from torch import Tensor
 import lpq
 from lpq import operations, registry
 from lpq.core import Quantizer
+from lpq.formats.format import DIRECTIONS
 from lpq.kernels import host_to_device, nvrtc_cache, products, tiles
 from lpq.kernels.cuda import CudaKernel
 from lpq.operations import derived_operands
@@ -30,7 +31,7 @@ from lpq.testing.comparing import Poisoned
 from lpq.testing.conformance.test_kernels import FEW, SIZES
 from lpq.testing.expect import same_operand
 from lpq.testing.kernel_checks import check_of, pairs
-from lpq.testing.operands import DIRECTIONS, SEED, encode, normal
+from lpq.testing.operands import SEED, encode, normal
 from lpq.testing.options import family
 from lpq.testing.table import DTYPES
 

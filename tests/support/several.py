@@ -12,7 +12,7 @@ import lpq
 from lpq import operations, registry
 from lpq.core import Quantizer
 from lpq.distributed.several_matrices import Scratch, ShardOperands, ShardStatistics, spanning
-from lpq.formats.format import Direction
+from lpq.formats.format import DIRECTIONS, Direction
 from lpq.kernels.placing import RankPieces, bind_places
 from lpq.operations.binding import Operand, Transposes
 from lpq.operations.derived_operands import Derived, bind_derive_into
@@ -24,7 +24,6 @@ from lpq.testing.expect import same
 from lpq.testing.operands import encode
 
 SHAPES = ((48, 130), (32, 7), (128, 64), (16, 256))
-DIRECTIONS: tuple[Direction, ...] = ("row", "col")
 ENCODED = ("fp8", "fp8(dtype=e5m2, pow2=true)", "fp8(scaling=delayed)", "fp8(static=true)")
 TILED: tuple[tuple[str, Direction], ...] = tuple(
     (text, direction)

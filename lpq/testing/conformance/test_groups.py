@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from lpq.formats import Quantizer
+from lpq.formats.format import DIRECTIONS
 from lpq.formats.sections import bounds, matrices, starts, unit, with_values_of_rows
 from lpq.operations.groups import encode_groups
 from lpq.operations.operands import encode_operands
 from lpq.testing.expect import same, same_operand, there
-from lpq.testing.operands import DIRECTIONS, SEED, encode, normal
+from lpq.testing.operands import SEED, encode, normal
 from lpq.testing.options import Family, only
 from lpq.testing.table import LARGE
 

@@ -17,13 +17,13 @@ from torch import Tensor
 from lpq.distributed.masters import beside_zeros
 from lpq.formats import Quantizer, Storage
 from lpq.formats.blocks import block_amax
-from lpq.formats.format import Direction
+from lpq.formats.format import DIRECTIONS, Direction
 from lpq.formats.layout import DIMENSIONS
 from lpq.operations.measuring import measure_again, measure_reference
 from lpq.operations.reduce_statistics import bind_reduction
 from lpq.operations.sides import measures_again
 from lpq.testing.expect import one_nan, same, same_decoded, same_operand
-from lpq.testing.operands import DIRECTIONS, SEED, encode, normal, sides, unit
+from lpq.testing.operands import SEED, encode, normal, sides, unit
 from lpq.testing.options import only
 from lpq.testing.ranks import Rank, on_ranks
 from lpq.testing.table import DTYPES

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from lpq import operations, registry
 from lpq.formats import Quantizer
-from lpq.formats.format import Direction
+from lpq.formats.format import DIRECTIONS, Direction
 from lpq.operations import decode, gemm, transpose
 from lpq.tensor import QuantizedTensor
 from lpq.testing.expect import equal, same
-from lpq.testing.operands import DIRECTIONS, SEED, cut, normal, sides
+from lpq.testing.operands import SEED, cut, normal, sides
 from lpq.testing.options import Family, only
 from lpq.torch_private.compiling import mark_dynamic
 from lpq.torch_private.dispatch import FakeTensorMode, TorchDispatchMode
