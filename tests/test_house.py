@@ -37,7 +37,7 @@ BESIDE = {
 FOR_PLUGINS = {"registry", "torch_private", "core", "formats", "kernels", "operations", "emulation"}
 NAMELESS = (
     "formats", "kernels", "files", "operations", "emulation", "tensor", "core", "nn", "distributed", "optim",
-    "checkpoint", "calibration", "engines", "integrations",
+    "checkpoint", "calibration", "engines", "observe", "integrations",
 )  # fmt: skip
 """The parts that know no format."""
 NOT_OURS = re.compile(r"\.git|\.venv(-vllm)?|site|runs|dist|build|__pycache__|\.(mypy|ruff|pytest)_cache|\.hypothesis")
@@ -90,9 +90,9 @@ def imports(tree: ast.AST, package: str, *, types: bool = False) -> Iterator[str
 
 
 def parts_used(source: str, package: str) -> set[str]:
-    """The parts of lpq that a source imports; ``lpq`` itself if it uses the public names."""
+    """The parts of lpq that a source imports, for types too; ``lpq`` itself if it uses the public names."""
     used: set[str] = set()
-    for name in imports(parsed(source), package):
+    for name in imports(parsed(source), package, types=True):
         head, *rest = name.split(".")
         if head == "lpq":
             used.add(rest[0] if rest and (rest[0] in FLOORS or (ROOT / "lpq" / rest[0]).is_dir()) else "lpq")
@@ -137,7 +137,7 @@ def test_imports_point_down() -> None:
         ("core", "import lpq", ["lpq"]),
         ("core", "from lpq import quantizer", ["lpq"]),
         ("core", "from lpq.kernels import choose", []),
-        ("core", "if TYPE_CHECKING:\n    from lpq.nn import Linear", []),
+        ("core", "if TYPE_CHECKING:\n    from lpq.nn import Linear", ["nn"]),
         ("core", "if TYPE_CHECKING:\n    pass\nelse:\n    from lpq.nn import Linear", ["nn"]),
         ("kernels", "from lpq.core import Quantizer", ["core"]),
         ("nn", "from ..train import run", ["train"]),

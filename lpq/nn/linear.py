@@ -47,8 +47,9 @@ if TYPE_CHECKING:
 class Layer(WeightedLayer):
     """``y = x Wᵀ + b`` with the three products of ``recipe``.
 
-    It extends a class of modules that has a matrix ``weight`` and ``bias`` and does the same in high precision: derive
-    a subclass of this and of that class. With ``recipe=None`` the subclass does what that class does.
+    It extends a class that does the same in high precision, with a matrix ``weight``, ``bias`` (or None),
+    ``in_features`` and ``out_features``: derive a subclass of this and of that class, whose ``kind`` is its name in
+    messages. With ``recipe=None`` it does what that class does. ``transposed``: the weight is ``[in, out]``.
 
     The state dict has the keys of that class. A recipe that remembers statistics across steps (delayed scaling) adds
     its buffers, ``x_…``, ``w_…`` and ``dy_…``. A checkpoint without them loads too, and starts them afresh; buffers

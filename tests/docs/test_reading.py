@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from inspect import signature
 from pkgutil import resolve_name
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import lpq
 from lpq.kernels.cuda import CudaKernel
 from lpq.nn import Layer
+from lpq.nn.multiply import Multiplication
 from lpq.registry import hookimpl
 
 PAGE = (ROOT / "docs" / "reading.md").read_text()
@@ -55,6 +57,9 @@ def test_the_parts_that_features_hand_in_are_there() -> None:
         assert re.search(rf"^(class|def) {part}\b", (ROOT / path).read_text(), re.MULTILINE), (path, part)
         held = resolve_name(f"{ten[int(number) - 1].removesuffix('.py').replace('/', '.')}.{holder}")
         assert field in held._fields, (holder, field)
+    (handed,) = re.findall(r"\| `Within` to 5, (.*) to 7 \|", PAGE)
+    taken = {*signature(Multiplication.forward).parameters, *signature(Multiplication.backward).parameters}
+    assert {*re.findall(r"`(\w+)`", handed)} <= taken
 
 
 def test_it_has_the_tensors_that_its_recipe_keeps() -> None:
@@ -92,6 +97,33 @@ def test_it_has_the_kernels_that_its_recipe_runs(bias: bool, product: str) -> No
     assert products == [product]
     assert "square.cu" in sources
     assert "`csrc/fp8/square.cu`" in PAGE
+
+
+class Times(nn.Module):
+    """A class of somebody else's, with what the docstring of ``Layer`` asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = 64, 32, None
+        self.weight = nn.Parameter(torch.randn(32, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+class Multiplied(Layer, Times):
+    kind = "acme.Times"
+
+
+def test_a_class_of_the_docstring_of_layer_is_adopted() -> None:
+    asked = " ".join(str(Layer.__doc__).split())
+    assert "with a matrix ``weight``, ``bias`` (or None), ``in_features`` and ``out_features``" in asked
+    x, module = torch.randn(16, 64), Times()
+    expected = module(x)
+    layer: Any = Multiplied.adopt(module, "identity")
+    assert layer is module
+    torch.testing.assert_close(layer(x), expected)
+    assert layer.title == "acme.Times(64, 32)"
 
 
 class Adopted(Layer, nn.Conv1d):
