@@ -24,10 +24,11 @@ class Cut(NamedTuple):
     """How many rows or columns one chunk has; they lie side by side in the whole matrix."""
     chunks_per_rank: int = 1
     """How many chunks each rank has. The ranks take turns: one chunk each, then the next. A batch of sequences has
-    one for each sequence."""
+    one for each sequence; of columns there is but one."""
 
     def place(self, chunk: int) -> int:
         """The first row or column, in the whole matrix, of a chunk of this rank."""
+        assert self.dim == 0 or self.chunks_per_rank == 1, f"{self}: a rank's columns lie side by side, in one chunk"
         return (chunk * self.ranks + self.rank) * self.size
 
     def why_not(self, quantizer: Quantizer, row: bool, col: bool) -> str | None:

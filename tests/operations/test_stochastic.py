@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import lpq
+from lpq.operations.cut import Cut
 from lpq.operations.derived_operands import rounds_stochastically
+from lpq.operations.encoder import EncoderSpec
+from lpq.operations.part_encoders import placed
+from lpq.tensor.observed import Observed
 
 
 @pytest.mark.parametrize(
@@ -38,3 +43,19 @@ def test_a_stored_tensor_may_be_rounded_again(text: str) -> None:
     found = again.quantize(stored)
     drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, generator=seed)[0]
     assert torch.equal(found.dequantize(), again.quantize(stored.dequantize(), seed=drawn).dequantize())
+
+
+def test_columns_in_several_chunks_have_no_place() -> None:
+    """Nothing divides columns so. The random bits of the first chunk would have been drawn for all of them."""
+    spec = EncoderSpec(lpq.quantizer("nvfp4(stochastic=true)"), (32, 64), torch.float32, torch.device("cpu"))
+    cut = Cut(1, rank=1, ranks=2, size=32)
+    own = placed(spec, cut)
+    assert own is not None
+    assert own.across == 32
+    assert cut._replace(dim=0, chunks_per_rank=2).place(1) == 96
+    seen = Observed(layer=torch.nn.Identity(), name="x", given=torch.ones(32, 64), quantizer=spec.quantizer, cut=cut)
+    assert seen.place == (0, 32)
+    several = cut._replace(chunks_per_rank=2)
+    for ask in (lambda: placed(spec, several), lambda: replace(seen, cut=several).place):
+        with pytest.raises(AssertionError, match="a rank's columns lie side by side, in one chunk"):
+            ask()
