@@ -253,7 +253,19 @@ class StatefulLayer(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self.own_buffers()
         state = self.memories()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+        def still_stored(t: Tensor) -> Tensor:
+            applied: Tensor = fn(t)
+            own, new = local_part(t), local_part(applied)
+            if isinstance(own, QuantizedTensor) and not isinstance(new, QuantizedTensor):
+                raise TypeError(
+                    f"{self.title}: its weight is stored as {own.quantizer}, which stands for no {new.dtype}: cast the "
+                    f"rest of the model back to {own.dtype}; or make it an ordinary weight before, by layer.weight = "
+                    "nn.Parameter(layer.weight.dequantize())"
+                )
+            return applied
+
+        super()._apply(still_stored, recurse)  # type: ignore[no-untyped-call]
         for name, before in state.items():  # .to(torch.bfloat16) is meant for the weights
             device = getattr(self, name).device
             setattr(self, name, torch.zeros_like(before, device=device) if before.is_meta else before.to(device))

@@ -7,7 +7,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,9 +20,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW, Optimizer
 
 import lpq
-from lpq.core import PrecisionWarning
+from lpq.core import PrecisionWarning, QuantizedTensor
 from lpq.optim import MasterWeights
 from lpq.recipes import RecipeError
+from lpq.torch_private.tensors import local_part
 
 
 class Custom(nn.Linear):
@@ -422,3 +423,24 @@ def test_a_model_is_known_inside_and_outside_of_a_wrapper(wrap: Callable[[nn.Mod
     assert not lpq.report(model).left
     lpq.checkpoint.save(model, tmp_path, step=1)
     assert lpq.checkpoint.info(tmp_path).policy == lpq.policy("nvfp4")
+
+
+@pytest.mark.filterwarnings("ignore:aten._to_copy")
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_stored_weight_is_cast_to_dtypes_that_it_can_stand_for(sharded: bool, mesh: DeviceMesh) -> None:
+    """It was encoded anew, of what it stood for, and its bias was cast. The rest of the model can be cast back."""
+    model = lpq.convert(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)), "nvfp4", weights="quantized")
+    if sharded:
+        fully_shard(model, mesh=mesh)
+    stored, x = cast(QuantizedTensor, local_part(model[1].weight)), torch.randn(4, 64)
+    with torch.no_grad():
+        before, expected = [b.clone() for b in stored.buffers], model(x)
+    words = r"^layer 1, .*: its weight is stored as nvfp4.*, which stands for no torch\.float64: cast the rest of the "
+    with pytest.raises(TypeError, match=words):
+        model.double()
+    assert [p.dtype for p in model.parameters()] == [torch.float64] * 2 + [torch.float32] * 2
+    model.float()
+    assert all(map(torch.equal, before, cast(QuantizedTensor, local_part(model[1].weight)).buffers))
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+    assert {p.dtype for p in model.bfloat16().parameters()} == {torch.bfloat16}

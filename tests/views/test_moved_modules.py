@@ -50,6 +50,7 @@ def test_an_import_of_all_names_brings_all(module: str) -> None:
     assert {f"{module}.{name}" for name in others} <= lpq.moved.MOVED.keys(), "modules that moved with it"
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_an_import_of_all_names_warns() -> None:
     code = compile("from lpq.core.blocks import *", "mine.py", "exec")
     words = r"^lpq\.core\.blocks\.block_amax will be removed in lpq 0\.2: import it from lpq\.formats\.blocks$"
