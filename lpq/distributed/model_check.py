@@ -1,9 +1,8 @@
 """The check that ranks which share a model have the same one, where lpq gathers none of its weights.
 
-Layers that share their work with other ranks, under tensor parallelism, call it before their passes. Where FSDP2
-gathers weights in high precision, or a DistributedDataParallel holds replicas, ranks compare in the first forward, and
-before an optimizer writes to weights. Nothing of lpq travels there, so that a rank which alone has changed a recipe
-goes on until the others have seen that it wants to compare.
+Layers under tensor parallelism call it before their passes. Where FSDP2 gathers weights in high precision, or ranks
+hold replicas, nothing of lpq travels, so that a rank which alone has changed a recipe goes on until the others have
+seen that it wants to compare.
 """
 
 from __future__ import annotations

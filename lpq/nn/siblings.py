@@ -6,10 +6,6 @@ and autograd has counted no write to it since. So a clone, another view, or a te
 not allowed between two siblings. Layers with static statistics share inputs where the values of these are equal. They
 are read off the buffers when a layer runs for the first time, and again when autograd has counted a write to them,
 since a GPU would have to be waited for.
-
-Autograd keeps the column operand for backward. The row operand is of no use after the last sibling, but no layer can
-find out that it is the last. So operands are freed when the tensor dies, when ``MOST`` others have been encoded, or
-when a gradient arrives at any of the layers.
 """
 
 from __future__ import annotations
