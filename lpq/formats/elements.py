@@ -21,12 +21,23 @@ FLT_MAX = torch.finfo(torch.float32).max
 
 
 def cast_float8(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` (fp32) as an 8-bit float, saturating. NaN is 0x7f; an infinity is an infinity, or NaN in E4M3."""
+    """``x`` as an 8-bit float, saturating. NaN is 0x7f; an infinity is an infinity, or NaN in E4M3.
+
+    Args:
+        x: Numbers in fp32, of any shape.
+        dtype: ``E4M3`` or ``E5M2``.
+    """
     return _saturate(x, x, dtype)
 
 
 def scale_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x * scale`` as an 8-bit float. A product too large for fp32 saturates, as any other."""
+    """``x * scale`` as an 8-bit float. A product too large for fp32 saturates, as any other.
+
+    Args:
+        x: Numbers in fp32. Those that are not finite decide what the result is, as in ``cast_float8``.
+        scale: Factors in fp32, not negative, of a shape that broadcasts.
+        dtype: ``E4M3`` or ``E5M2``.
+    """
     return _saturate(x * scale, x, dtype)
 
 
@@ -40,7 +51,7 @@ def _saturate(product: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def decode_float8(x: Tensor) -> Tensor:
-    """8-bit floats in fp32: ``x.float()``, by a table."""
+    """8-bit floats ``x`` in fp32: ``x.float()``, by a table."""
     table = torch.arange(256, dtype=torch.uint8, device=x.device).view(x.dtype).float()
     return _look_up(table, x.view(torch.uint8))
 
@@ -59,10 +70,14 @@ def cast_e2m1(x: Tensor) -> Tensor:
 
 
 def cast_e2m1_stochastic(x: Tensor, bits: Tensor) -> Tensor:
-    """Cast as ``cast_e2m1`` does, but round to either neighbour, by ``bits``: one byte r for each element.
+    """Cast as ``cast_e2m1`` does, but round to either neighbour, by random bits.
 
     ``|x| + r / 256 · step``, with the grid's step at ``|x|``, is rounded down to the grid. The product is
     exact, so that the sum is rounded once, as a fused multiply-add would.
+
+    Args:
+        x: Numbers in fp32.
+        bits: One byte r for each element, as ``RandomBits.bytes`` draws them.
     """
     x = _number(x.contiguous())  # as the bits are
     magnitude = x.abs()
@@ -94,33 +109,33 @@ def _signed(code: Tensor, x: Tensor) -> Tensor:
 
 
 def decode_e2m1(code: Tensor) -> Tensor:
-    """The fp32 values of E2M1 codes, one in each byte."""
+    """The fp32 values of E2M1 codes ``code``, one in each byte."""
     # The bits of E2M1 are the top bits of an fp16 whose exponent is 14 too low, subnormals included.
     bits = code.short()
     return (((bits & 7) << 9) | ((bits & 8) << 12)).view(torch.float16).float().mul_(2.0**14)
 
 
 def rounded_to_e2m1(x: Tensor) -> Tensor:
-    """``decode_e2m1(cast_e2m1(x))`` of numbers, in fewer passes."""
+    """``decode_e2m1(cast_e2m1(x))`` of numbers ``x``, none of them NaN, in fewer passes."""
     step = (x.view(torch.int32) & 0x7F800000).clamp_(0x3F800000, 0x40800000).view(torch.float32).mul_(1 / 2)
     return x.clamp(-6, 6).div_(step).round_().mul_(step)
 
 
 def decode_e2m1_pairs(packed: Tensor) -> Tensor:
-    """``decode_e2m1(unpack_nibbles(packed))``, by a table of both values of a byte."""
+    """``decode_e2m1(unpack_nibbles(packed))`` of bytes ``packed``, by a table of both values of a byte."""
     every = torch.arange(256, dtype=torch.uint8, device=packed.device)
     pairs = decode_e2m1(unpack_nibbles(every)).view(torch.int64)
     return _look_up(pairs, packed).view(torch.float32)
 
 
 def pack_nibbles(code: Tensor) -> Tensor:
-    """Two 4-bit codes in a byte along the last dimension, the even column in the low nibble."""
+    """Two of ``code``, 4-bit codes, in a byte along the last dimension, the even column in the low nibble."""
     pair = code.contiguous().view(-1).view(torch.int16)  # flat: a dimension of 1 may have any stride
     return (pair | pair >> 4).to(torch.uint8).view(*code.shape[:-1], code.shape[-1] // 2)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """The inverse of ``pack_nibbles``."""
+    """The codes that ``pack_nibbles`` packed into bytes ``packed``."""
     pair = packed.contiguous().view(-1).to(torch.int16)  # flat: an empty tensor may have any strides
     code = ((pair | pair << 4) & 0x0F0F).view(torch.uint8)
     return code.view(*packed.shape[:-1], 2 * packed.shape[-1])
@@ -142,14 +157,14 @@ def cast_e8m0(x: Tensor) -> Tensor:
 
 
 def decode_e8m0(code: Tensor) -> Tensor:
-    """The fp32 powers of two of exponent bytes; 255 is NaN."""
+    """The fp32 powers of two of exponent bytes ``code``; 255 is NaN."""
     exponent = code.int()
     bits = torch.where(exponent == 0, 0x400000, exponent << 23)  # 2^-127 is subnormal in fp32
     return torch.where(exponent == 255, torch.nan, bits.view(torch.float32))
 
 
 def inverse_e8m0(code: Tensor) -> Tensor:
-    """``2^(127 - code)``, exactly: the factor that undoes ``decode_e8m0``, also where that is NaN."""
+    """``2^(127 - code)``, exactly, of ``code``: the factor that undoes ``decode_e8m0``, also where that is NaN."""
     exponent = 254 - code.int()
     normal = (exponent.clamp(min=1) << 23).view(torch.float32)
     subnormal = torch.where(exponent == 0, 0x400000, 0x200000).to(torch.int32).view(torch.float32)

@@ -28,6 +28,10 @@ def read(whole: type[Quantizer], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a quantizer, with the parts among them made from their strings. Raise if a part is missing
     or unfit: it remembers across steps, rounds with random bits, keeps the dtype of the matrix, or makes its column
     operand from its row operand.
+
+    Args:
+        whole: The quantizer class that ``from_options`` was called on.
+        options: Its options by name, of which each part is a text or a quantizer.
     """
     complete, name = dict(options), registry.format_of(whole).name
     for field, hint in get_type_hints(whole).items():
@@ -56,7 +60,12 @@ def _unfit(part: Quantizer) -> str:
 
 def side(whole: OfParts, direction: Direction) -> OfParts:
     """Return the quantizer with the side of each part in this direction; the same one if these are its parts. Each call
-    makes a new one: keep it, as ``Quantizer.side`` must return the same object."""
+    makes a new one: keep it, as ``Quantizer.side`` must return the same object.
+
+    Args:
+        whole: The quantizer with the parts.
+        direction: ``"row"`` or ``"col"``.
+    """
     parts = {f.name: getattr(whole, f.name) for f in fields(whole)}  # type: ignore[arg-type]
     sides = {name: q.side(direction) for name, q in parts.items() if isinstance(q, Quantizer)}
     return whole if all(sides[name] == parts[name] for name in sides) else replace(whole, **sides)  # type: ignore[type-var]
@@ -65,9 +74,11 @@ def side(whole: OfParts, direction: Direction) -> OfParts:
 def uncut(*first: Quantizer, later: Sequence[Quantizer] = ()) -> tuple[int, ...]:
     """``Quantizer.uncut`` of a format with these parts.
 
-    The statistics of the ``first`` parts are declared, and so are reduced over ranks. A ``later`` part encodes the rest
-    of others, which exists only after statistics are reduced. So it is measured when it is encoded, with no second
-    round, and a statistic of a whole dimension would cover one shard alone.
+    Args:
+        *first: Parts whose statistics are declared, and so are reduced over ranks.
+        later: Parts that encode the rest of others, which exists only after statistics are reduced. So they are
+            measured when they are encoded, with no second round, and a statistic of a whole dimension would cover one
+            shard alone.
     """
     return tuple(
         dim
@@ -81,19 +92,24 @@ def uncut(*first: Quantizer, later: Sequence[Quantizer] = ()) -> tuple[int, ...]
 
 
 def named(**declared: Iterable[Declared]) -> tuple[Declared, ...]:
-    """The buffers or the statistics of parts, each with the name of its part in front. A later part is measured when it
-    is encoded, so no buffer is declared to follow from statistics (``Buffer.from_stats``)."""
+    """The buffers or the statistics ``**declared`` of parts, each with the name of its part in front. A later part is
+    measured when it is encoded, so no buffer is declared to follow from statistics (``Buffer.from_stats``)."""
     parts = (replace(d, name=f"{part}_{d.name}") for part, of_part in declared.items() for d in of_part)
     return tuple(replace(d, from_stats=False) if isinstance(d, Buffer) else d for d in parts)  # type: ignore[call-arg]
 
 
 def joined(**tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of parts, each with the name of its part in front."""
+    """The tensors of parts, given as ``**tensors``, each with the name of its part in front."""
     return {f"{part}_{name}": tensor for part, of_part in tensors.items() for name, tensor in of_part.items()}
 
 
 def taken(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of one part, by the names that its format gives them."""
+    """The tensors of one part, by the names that its format gives them.
+
+    Args:
+        part: The name of the part.
+        tensors: Buffers or statistics of all parts, as ``joined`` names them.
+    """
     front = part + "_"
     return {name.removeprefix(front): tensor for name, tensor in tensors.items() if name.startswith(front)}
 
@@ -102,12 +118,23 @@ def taken(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def measure(part: Quantizer, x: Tensor) -> dict[str, Tensor]:
-    """The statistics of ``x`` that one part needs, in the basis in which it is stored."""
+    """The statistics of ``x`` that one part needs, in the basis in which it is stored.
+
+    Args:
+        part: The quantizer of the part, for one direction.
+        x: The matrix that the part encodes.
+    """
     return part.measure(part.rotated(x)) or {}
 
 
 def encode(part: Quantizer, x: Tensor, stats: Mapping[str, Tensor] | None = None) -> Storage:
-    """The operand of one part of ``x``. Without ``stats``, as for a later part, ``x`` is measured here."""
+    """The operand of one part of ``x``.
+
+    Args:
+        part: The quantizer of the part, for one direction.
+        x: The matrix that the part encodes.
+        stats: Its statistics by the names that its format gives them. None, as for a later part: it is measured here.
+    """
     if stats is None:
         rows, cols = x.shape
         stats = measure(part, x) if x.numel() else {s.name: s.zeros(rows, cols, x.device) for s in part.stats}
@@ -117,12 +144,18 @@ def encode(part: Quantizer, x: Tensor, stats: Mapping[str, Tensor] | None = None
 
 
 def part(whole: Storage, name: str, quantizer: Quantizer) -> Storage:
-    """A part of an operand, as an operand of its format over the same buffers."""
+    """A part of an operand, as an operand of its format over the same buffers.
+
+    Args:
+        whole: The operand with the parts.
+        name: The name of the part.
+        quantizer: The quantizer of the part, for the direction of the operand.
+    """
     tensors = [getattr(whole, f"{name}_{buffer}") for buffer in quantizer.names]
     return quantizer.storage.from_tensors(tensors, quantizer, whole.shape, whole.dtype)
 
 
 def transposed(part: Storage) -> dict[str, Tensor]:
-    """The buffers of the transpose of a part whose format is transposable."""
+    """The buffers of the transpose of ``part``, an operand whose format is transposable."""
     rows, cols = part.shape
     return part.transposed().bind(part.quantizer, (cols, rows), part.dtype).buffers()

@@ -51,7 +51,7 @@ def parse(text: str) -> Call:
 
 
 def split_items(text: str) -> list[tuple[str, str]]:
-    """Split ``"fprop=mxfp8, dgrad=nvfp4(rht=true)"`` into keys and the texts of their values."""
+    """Split ``text``, as ``"fprop=mxfp8, dgrad=nvfp4(rht=true)"``, into keys and the texts of their values."""
     reader = _Reader(text)
     items = [(key, text[start:end].strip()) for key, _, start, end in reader.items()]
     if not reader.at_end:

@@ -41,11 +41,15 @@ def lpq_register_layouts() -> LayoutSpec | Sequence[LayoutSpec]:
 def lpq_convert_module(module: Any, fqn: str, recipe: Any) -> Any:
     """Return the low-precision form of ``module``, or None to leave it to the next plugin.
 
-    ``fqn`` is the module's dotted name in the model and ``recipe`` the ``lpq.recipes.Recipe`` that the policy
-    gives it. The first result wins; lpq's own conversion of ``torch.nn.Linear`` comes last. Modules are exchanged once
-    plugins were asked for all of them. Where one is refused, those that a layer's ``adopt`` took over are given back.
+    The first result wins; lpq's own conversion of ``torch.nn.Linear`` comes last. Modules are exchanged once plugins
+    were asked for all of them. Where one is refused, those that a layer's ``adopt`` took over are given back.
 
     Layers of lpq inside of what is returned that have this very recipe follow the rules that end at a step. Where there
     are none, the report notes that the module keeps its recipe. When the model is converted again, layers of lpq inside
     are given what the policy has for their own names.
+
+    Args:
+        module: A module of the model.
+        fqn: Its dotted name in the model; empty for the model itself.
+        recipe: The ``lpq.recipes.Recipe`` that the policy gives it.
     """

@@ -162,7 +162,7 @@ def owns(plugin: str, name: str, kind: Kind) -> bool:
 
 
 def resolve(string: str) -> Any:
-    """Import what an import string, ``"package.module:attribute"``, names."""
+    """Import what an import ``string``, ``"package.module:attribute"``, names."""
     module, colon, attribute = str(string).partition(":")  # a class that was given itself is refused in words, too
     if not (module and colon and attribute):
         raise ImportStringError(f"{string!r} is not an import string: write it as 'package.module:attribute'")

@@ -27,7 +27,7 @@ def formats() -> dict[str, FormatSpec]:
 
 
 def format(name: str) -> FormatSpec:
-    """The format with this name. Raises ``UnknownFormat`` or, if its plugin is broken, ``PluginError``."""
+    """The format with this ``name``. Raises ``UnknownFormat`` or, if its plugin is broken, ``PluginError``."""
     return default().provider(name, "formats").formats[name]
 
 
@@ -44,12 +44,12 @@ def _usable(kind: Literal["formats", "recipes"]) -> dict[str, Any]:
 
 
 def recipe_spec(name: str) -> RecipeSpec:
-    """The recipe with this name. Raises ``UnknownRecipe`` or, if its plugin is broken, ``PluginError``."""
+    """The recipe with this ``name``. Raises ``UnknownRecipe`` or, if its plugin is broken, ``PluginError``."""
     return default().provider(name, "recipes").recipes[name]
 
 
 def recipe_known_as(alias: str) -> RecipeSpec | None:
-    """The recipe that other libraries call so; None if no plugin lists that name."""
+    """The recipe that other libraries call ``alias``; None if no plugin lists that name."""
     every = (spec for plugin in plugins() for spec in plugin.recipes.values())
     return next((spec for spec in every if alias.lower() in map(str.lower, spec.aliases)), None)
 
@@ -61,7 +61,7 @@ def layouts() -> dict[str, LayoutSpec]:
 
 @cached
 def layout(name: str) -> Layout:
-    """The layout with this name, which a plugin brings."""
+    """The layout with this ``name``, which a plugin brings."""
     registry = default()
     plugin = next(plugin for plugin in registry.plugins() if name in plugin.layouts)
     string = plugin.layouts[name].layout
@@ -75,7 +75,7 @@ def layout(name: str) -> Layout:
 
 @cached
 def schemes(format: str) -> tuple[Scheme, ...]:
-    """How operands of a format lie in the files of inference engines, in any layout."""
+    """How operands of the format ``format`` lie in the files of inference engines, in any layout."""
     registry = default()
     plugin = registry.provider(format, "formats")
     string = plugin.formats[format].schemes
@@ -90,23 +90,34 @@ def schemes(format: str) -> tuple[Scheme, ...]:
 
 @cached
 def kernels(op: str, formats: tuple[str, ...]) -> tuple[KernelSpec, ...]:
-    """The kernels of all usable plugins for this operation on exactly these formats, the preferred first."""
+    """The kernels of all usable plugins for this operation on exactly these formats, the preferred first.
+
+    Args:
+        op: The operation, one of ``OPERATIONS``.
+        formats: The names of formats, in the order of operands, as ``KernelSpec.formats`` has them.
+    """
     fitting = [k for p in plugins() for k in p.kernels if k.op == op and tuple(k.formats) == formats]
     return tuple(sorted(fitting, key=lambda kernel: -kernel.priority))
 
 
 def provider_of(kernel: KernelSpec) -> PluginInfo | None:
-    """The plugin that brought this very kernel; None for one that no plugin returned."""
+    """The plugin that brought this very ``kernel``; None for one that no plugin returned."""
     return next((p for p in plugins() if any(k is kernel for k in p.kernels)), None)
 
 
 def at_fault(name: str, cause: str, remedy: str) -> PluginError:
-    """The error of the plugin that brings this format, for a mistake of its that shows when the format is used."""
+    """The error of the plugin that brings this format, for a mistake of its that shows when the format is used.
+
+    Args:
+        name: The name of the format.
+        cause: The mistake in words, with the place where it is.
+        remedy: The change that its authors are to make, as an imperative.
+    """
     return _at_fault(plugin_of(name), cause, remedy)
 
 
 def plugin_of(name: str) -> PluginInfo:
-    """The plugin that brings this format."""
+    """The plugin that brings the format ``name``."""
     return default().provider(name, "formats")
 
 
@@ -115,7 +126,7 @@ def _at_fault(plugin: PluginInfo, cause: str, remedy: str) -> PluginError:
 
 
 def quantizer_class(name: str) -> Any:
-    """The quantizer class of a format, imported."""
+    """The quantizer class of the format ``name``, imported."""
     plugin, string, cls = _class(name, "quantizer")
     if not (hasattr(cls, "from_options") and is_dataclass(cls)):
         cause = f"format {name} has quantizer={string!r}, which is no dataclass with from_options"
@@ -131,7 +142,7 @@ def quantizer_class(name: str) -> Any:
 
 
 def storage_class(name: str) -> Any:
-    """The storage class of a format, imported."""
+    """The storage class of the format ``name``, imported."""
     return _class(name, "storage")[2]
 
 
@@ -148,7 +159,13 @@ def _class(name: str, role: Literal["quantizer", "storage"]) -> tuple[PluginInfo
 
 
 def convert_module(module: Any, fqn: str, recipe: Any) -> Any:
-    """Return the module that the first plugin whose ``lpq_convert_module`` converts it makes; None: none does."""
+    """Return the module that the first plugin whose ``lpq_convert_module`` converts it makes; None: none does.
+
+    Args:
+        module: A module of a model.
+        fqn: Its dotted name in the model.
+        recipe: The recipe that it gets.
+    """
     return default().convert_module(module, fqn, recipe)
 
 
@@ -157,5 +174,9 @@ def register(plugin: object, *, name: str) -> PluginInfo:
 
     In a notebook the import strings of its specs begin with ``__main__:``. Registering a name again replaces
     the earlier one, and ``refresh`` forgets it.
+
+    Args:
+        plugin: A module, or an object whose methods are hooks; no class whose hooks take ``self``.
+        name: Its name, in whose namespace its formats and recipes lie.
     """
     return default().register(plugin, name)

@@ -98,7 +98,7 @@ def _imported(string: str) -> Any:
 
 @cached_few
 def spec_string(quantizer: Any) -> str:
-    """The text that makes this quantizer: its format, and the options that differ from their defaults."""
+    """The text that makes this ``quantizer``: its format, and the options that differ from their defaults."""
     return str(_call(quantizer))
 
 

@@ -260,13 +260,17 @@ def refresh() -> None:
 
 
 def cached(function: Callable[P, T]) -> Callable[P, T]:
-    """``functools.cache`` for results that are derived from the registry: it is emptied when the plugins change."""
+    """``functools.cache`` of ``function``, whose results derive from the registry: emptied when the plugins change."""
     return _forgotten(function, None, None)
 
 
 def cached_few(function: Callable[P, T], under: Callable[[], object] | None = None) -> Callable[P, T]:
-    """As ``cached``, for results of each shape: only the last few are kept. ``under``: a setting on which results
-    depend, too."""
+    """As ``cached``, for results of each shape: only the last few are kept.
+
+    Args:
+        function: A function of arguments that have a hash.
+        under: Returns a setting on which results depend, too; None: there is none.
+    """
     return _forgotten(function, FEW, under)
 
 

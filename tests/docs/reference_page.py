@@ -84,15 +84,22 @@ def members(path: str, options: str) -> list[str]:
     return [f"{path}.{name}" for name in re.findall(r"^ +- (\w+)$", options, re.MULTILINE)]
 
 
+def rendered(path: str, options: str) -> list[str]:
+    """List what a directive renders: the object or, of a module, what it names, or else all that the module defines."""
+    target = resolve(path)
+    if not inspect.ismodule(target):
+        return [path]
+    own = [name for name, value in vars(target).items() if is_own(name, value, path) and not isinstance(value, TypeVar)]
+    return members(path, options) or [f"{path}.{name}" for name in own]
+
+
 def described(path: str, options: str) -> list[str]:
     """Return the lines of one directive: the object, and under it the members that are rendered."""
     target, members = resolve(path), re.findall(r"^ +- (\w+)$", options, re.MULTILINE)
     if path == "lpq.registry.hookspecs":
         return []  # the page has a table of the hooks
     if inspect.ismodule(target):
-        found = {name: value for name, value in vars(target).items() if is_own(name, value, path)}
-        names = members or [name for name, value in found.items() if not isinstance(value, TypeVar)]
-        return [line for name in names for line in described(f"{path}.{name}", "")]
+        return [line for name in rendered(path, options) for line in described(name, "")]
     lines = [f"- {signed(target, path.rpartition('.')[2])}{first_sentence(target)}"]
     if inspect.isclass(target) and not is_error(target):
         own = members or [name for name, value in vars(target).items() if is_method(name, value, target.__module__)]
