@@ -126,11 +126,6 @@ def convert(
         check_layers(layers, schedules, accumulate)
         check_weights(model, layers, weights, ranks, schedules)
         model = cast(Model, _apply(model, plan, changes))
-        _connect_layers(model, accumulate, compares=weights is None)
-        if weights is not None:
-            prepare_weights(model, weights, ranks)
-        if fuse and is_converted(model):
-            fuse_blocks(model)
     every = [plain_name(alias) for aliases in plan.names.values() for alias in aliases]
     unmatched, unreached = policy.unmatched(every), policy.unreached(every, steps)
     covered = coverage(model, {entry.name for entry in converted})
@@ -139,8 +134,13 @@ def convert(
     report = replace(report, left=tuple(entry for entry in others if matrices(model.get_submodule(entry.name))))
     inside, within = _inside(model, report)
     inside.__dict__[RECORD] = Conversion(policy, steps, report, *prepared, within)
+    _connect_layers(model, accumulate, compares=weights is None)
+    if weights is not None:  # nothing is kept to undo it: the former weights are freed one by one
+        prepare_weights(model, weights, ranks)
     if weights == "quantized" and (converted or not unmatched) and (why := why_none_stored(model, ranks)) is not None:
         warnings.append(f"lpq.convert(…, weights='quantized') stored no weight quantized: {why}")
+    if fuse and is_converted(model):
+        fuse_blocks(model)
     for words in warnings:  # last, since a program may make errors of them
         warn(words)
     return model

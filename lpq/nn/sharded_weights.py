@@ -151,7 +151,6 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
     from lpq.distributed.model_gathers import Gathering
     from lpq.distributed.weight_gather import Gather
 
-    replaced: list[Tensor] = []
     fsdp, models = Gathering(model), {layer.model: replace(layer.model) for _, layer, _ in _layers(model)}
     for name, layer, shared in list(_layers(model)):
         if shared or layer.transposed or "weight" not in layer._parameters or hasattr(layer.weight, "device_mesh"):
@@ -171,12 +170,11 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
             weight.title = f"{name}.weight".strip(".")
         else:
             weight = as_shard(weight)
-        replaced.append(layer.weight)
+        replaced = layer.weight
         layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
         layer.claim_weight()
-    for weight in replaced:
-        if not isinstance(weight, Gathered):  # which notices it by itself
-            weight.replaced_by = "lpq.convert"  # type: ignore[attr-defined]  # for an optimizer's error
+        if not isinstance(replaced, Gathered):  # which notices it by itself
+            replaced.replaced_by = "lpq.convert"  # type: ignore[attr-defined]  # for an optimizer's error
 
 
 def why_none_stored(model: nn.Module, ranks: int | None) -> str | None:
