@@ -23,6 +23,7 @@ from lpq.nn.wanted import Accumulate
 from lpq.operations.inputs import DTYPES
 from lpq.recipes import Policy, Recipe, RecipeError, Schedule, Steps
 from lpq.registry.errors import LpqError
+from lpq.torch_private.hooks import has_hooks, hooks_of
 
 TAKEN = "lpq_recipe"
 """An attribute of modules that a plugin made: the title of the recipe that each was made for."""
@@ -50,8 +51,7 @@ class ConversionPlan:
         names = names_of(model)
         policy = policy.placed(plain_name(alias) for aliases in names.values() for alias in aliases)
         without = exclusions(model, names, policy)
-        alone = dict.fromkeys(without, LEFT_ALONE)
-        schedules = {n: alone.get(n) or _schedule(policy, every, steps) for n, every in names.items()}
+        schedules = {n: LEFT_ALONE if n in without else _schedule(policy, own, steps) for n, own in names.items()}
         return cls(names, without, schedules, policy)
 
 
@@ -128,6 +128,8 @@ class Change:
     def apply(self) -> None:
         """Give layers their recipe, whatever made them."""
         recipe, layers = self.schedule.at(0), {**self.layers}
+        if self.new.training != self.module.training:
+            self.new.train(self.module.training)
         if self.kind is not None:
             layers[self.name] = self.kind.adopt(self.new, recipe)
         elif self.made_for is not None and not isinstance(self.new, StatefulLayer):
@@ -187,6 +189,8 @@ def _change_of(module: nn.Module, name: str, schedule: Schedule) -> tuple[Change
             f"a plugin's lpq_convert_module returned {new!r} for {name or 'the model'} ({type(module).__name__}), and "
             "that is no torch.nn.Module: have it return the converted module, or None (`lpq plugins` lists the plugins)"
         )
+    if has_hooks(module) and hooks_of(module) != hooks_of(new) and all(m is not module for m in new.modules()):
+        raise ValueError(f"{name or 'the model'}: a plugin replaces it and its hooks: add them after lpq.convert")
     if isinstance(new, StatefulLayer):
         return Change(name, module, schedule, new, made_for=first, layers={name: new}), note
     layers = {

@@ -43,6 +43,7 @@ def lpq_convert_module(module: Any, fqn: str, recipe: Any) -> Any:
 
     The first result wins; lpq's own conversion of ``torch.nn.Linear`` comes last. Modules are exchanged once plugins
     were asked for all of them. Where one is refused, those that a layer's ``adopt`` took over are given back.
+    A module with hooks that the returned one would not call is refused. The returned one gets the module's mode.
 
     Layers of lpq inside of what is returned that have this very recipe follow the rules that end at a step. Where there
     are none, the report notes that the module keeps its recipe. When the model is converted again, layers of lpq inside

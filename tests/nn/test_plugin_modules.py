@@ -145,6 +145,26 @@ def test_a_plugin_may_take(what: str, plugin: Plugin) -> None:
     assert [e.name for e in lpq.report(made).converted] == names
 
 
+@pytest.mark.parametrize("hang", ["register_forward_hook", "register_full_backward_hook"])
+def test_hooks_of_a_module_in_whose_place_another_comes_are_not_lost(hang: str, plugin: Plugin) -> None:
+    net, called = model(), []
+    handle = getattr(net[1], hang)(lambda *_: called.append(1))
+    plugin(made_layers)
+    with pytest.raises(ValueError, match=r"^1: a plugin replaces it and its hooks: add them after lpq\.convert"):
+        lpq.convert(net, "mxfp8")
+    assert [type(module) for module in net] == [nn.Linear, Mlp]
+    plugin(lambda module, *_: nn.Sequential(module) if type(module) is Mlp else None)
+    lpq.convert(net, "mxfp8")(X).sum().backward()
+    assert called == [1], "it is in what the plugin made"
+    handle.remove()
+
+
+def test_a_module_of_a_plugin_is_in_the_mode_of_the_one_before(plugin: Plugin) -> None:
+    plugin(made_layers)
+    for mode in (False, True):
+        assert {m.training for m in lpq.convert(model().train(mode), "mxfp8").modules()} == {mode}
+
+
 FAILS: list[tuple[Any, str]] = [
     (lambda module, *_: {}["key"] if type(module) is Mlp else None, "KeyError: 'key'"),
     (
