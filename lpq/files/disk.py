@@ -84,10 +84,8 @@ def json_of(text: str | bytes) -> Any:
 
 def write(path: Path, data: bytes) -> None:
     """Write a file and wait until it is on the disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(data)
+    flush(path)
 
 
 def publish(temporary: Path, path: Path) -> None:

@@ -5,7 +5,6 @@ fprop  y = x.row · w.row        dgrad  dx = dy.row · w.col        wgrad  dw = 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -215,11 +214,9 @@ class Layer(WeightedLayer):
             if active_replica() is not None or torch.compiler.is_compiling():
                 check_memories(self, {tensor: states[tensor] for tensor in plan.moving})
             recomputed.check(self)
-        measured: Sequence[Tensor] = ()
-        if (gather := self.gather) is not None:
-            if not torch.compiler.is_compiling():
-                gather.note()
-            measured = [s for s in gather.stats if s is not None] if "w" in states else ()
+        if (gather := self.gather) is not None and not torch.compiler.is_compiling():
+            gather.note()
+        measured = [s for s in gather.stats if s is not None] if gather is not None and "w" in states else ()
         operands = weight_operands(plan, weight, held_weight, shapes.needs_dx) if shapes.encoded else None
         if plan.turns and seeds is not None:
             seeds = with_one_turn(seeds, turn_of_weight(plan, operands))

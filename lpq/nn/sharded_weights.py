@@ -24,11 +24,13 @@ from lpq.formats import Quantizer
 from lpq.formats.sections import is_stack
 from lpq.nn.linear import Layer
 from lpq.nn.names import first_few
+from lpq.nn.weighted_layer import carry_over
 from lpq.operations.derived_operands import derives_col
 from lpq.recipes import RecipeError, Schedule
 from lpq.registry.errors import suggestion
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import Gathered
+from lpq.torch_private.hooks import hooks_of_tensor
 from lpq.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
@@ -69,7 +71,14 @@ def check_weights(
             continue
         weight = sharded.get(module, module.weight)
         if any(quantizers) and hasattr(weight, "device_mesh"):
-            _check_order(name, module)
+            from lpq.distributed.tensor_parallel import STYLED
+
+            if STYLED in vars(module) and not isinstance(module, Layer):
+                raise ValueError(
+                    f"{name}: parallelize_module gave it a style of lpq.distributed.tensor_parallel before it had a "
+                    "recipe, and such a style is set up for what it finds: build the model anew, call lpq.convert "
+                    "first and parallelize_module after it. Torch's own styles work in either order"
+                )
             if weights is not None:
                 raise ValueError(
                     f"{name}: its weight is sharded already; call lpq.convert before fully_shard; where tensor "
@@ -78,20 +87,10 @@ def check_weights(
         stored = _stored(weight)
         if stored is not None:
             _check_stored(name or type(module).__name__, stored, weight.shape, weights, ranks, schedule)
+        elif weights is not None and any(hooks_of_tensor(weight)):
+            raise ValueError(f"{name}: hooks hang on its weight, which weights= replaces: add them after fully_shard")
         elif weights == "quantized" and any(quantizers):
             _check_storable(name or type(module).__name__, schedule)
-
-
-def _check_order(name: str, module: nn.Module) -> None:
-    """Refuse a module that got one of lpq's styles as an ordinary layer."""
-    from lpq.distributed.tensor_parallel import STYLED
-
-    if STYLED in vars(module) and not isinstance(module, Layer):
-        raise ValueError(
-            f"{name}: parallelize_module gave it a style of lpq.distributed.tensor_parallel before it had a recipe, "
-            "and such a style is set up for what it finds: build the model anew, call lpq.convert first and "
-            "parallelize_module after it. Torch's own styles work in either order"
-        )
 
 
 def _check_storable(name: str, schedule: Schedule) -> None:
@@ -170,11 +169,13 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
             weight.title = f"{name}.weight".strip(".")
         else:
             weight = as_shard(weight)
-        replaced = layer.weight
-        layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
+        was = layer.weight
+        layer.weight = nn.Parameter(weight, requires_grad=was.requires_grad)
+        layer.weight.grad = was.grad
+        carry_over(vars(was), type(was), layer.weight)
         layer.claim_weight()
-        if not isinstance(replaced, Gathered):  # which notices it by itself
-            replaced.replaced_by = "lpq.convert"  # type: ignore[attr-defined]  # for an optimizer's error
+        if not isinstance(was, Gathered):  # which notices it by itself
+            was.replaced_by = "lpq.convert"  # type: ignore[attr-defined]  # for an optimizer's error
 
 
 def why_none_stored(model: nn.Module, ranks: int | None) -> str | None:

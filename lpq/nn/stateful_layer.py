@@ -163,10 +163,7 @@ class StatefulLayer(nn.Module):
     def note_pass(self, traced: bool, shared: bool = False) -> bool:
         """Note that a pass runs, or that a compiler traces one, which takes the answer as a constant. In a ``shared``
         one ranks send each other operands."""
-        if traced:
-            self.passes.traced = True
-        else:
-            self.passes.ran = True
+        self.passes.traced, self.passes.ran = self.passes.traced or traced, self.passes.ran or not traced
         if not is_exporting():
             if traced and shared and self.model.check is not None:
                 self.model.check.before_trace()
@@ -254,9 +251,8 @@ class StatefulLayer(nn.Module):
         self.own_buffers()
         state = self.memories()
 
-        def still_stored(t: Tensor) -> Tensor:
-            applied: Tensor = fn(t)
-            own, new = local_part(t), local_part(applied)
+        def still_stored(t: Tensor) -> Any:
+            own, new = local_part(t), local_part(applied := fn(t))
             if isinstance(own, QuantizedTensor) and not isinstance(new, QuantizedTensor):
                 raise TypeError(
                     f"{self.title}: its weight is stored as {own.quantizer}, which stands for no {new.dtype}: cast the "

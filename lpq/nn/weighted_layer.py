@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from lpq.distributed.ranks import Ranks
 from lpq.distributed.shard import in_place_of, ordinary
 from lpq.nn.called import Weight
+from lpq.nn.extended import attribute_names
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import Gathered
@@ -31,13 +33,9 @@ class WeightedLayer(StatefulLayer):
     kind: ClassVar[str] = "lpq.nn.Linear"
     layouts: Layouts | None = None
     """How its input and output are divided over ranks, as a style of ``lpq.distributed.tensor_parallel`` sets it."""
-    gather: Gather | None
+    gather: Gather | None = None
     """How FSDP2 gathers its weight quantized, if ``lpq.convert(…, weights=…)`` prepared it. Compiled layers read it
     here, and so share code."""
-
-    def begin(self) -> None:
-        super().begin()
-        self.gather = None
 
     @property
     def sized(self) -> str:
@@ -61,6 +59,7 @@ class WeightedLayer(StatefulLayer):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         weight = self._parameters.get("weight")
         had_values = isinstance(weight, QuantizedTensor) and not weight.is_meta
+        before = {} if weight is None else dict(vars(weight))
         try:
             super()._apply(fn, recurse)
         except RuntimeError as error:
@@ -77,7 +76,9 @@ class WeightedLayer(StatefulLayer):
                 "that move a model there have rank 0 send the values, which it cannot for such a weight: turn that "
                 "off (cpu_ram_efficient_loading=False in accelerate), or convert with weights='high_precision'"
             )
-        self.claim_weight()  # torch has put another tensor's attributes in place of its own
+        if isinstance(weight, Gathered):  # torch has put another tensor's attributes in place of its own
+            carry_over(before, type(weight), weight)
+        self.claim_weight()
         return self
 
     def claim_weight(self) -> None:
@@ -87,3 +88,9 @@ class WeightedLayer(StatefulLayer):
             weight.layer = weakref.ref(self)
         if isinstance(weight, QuantizedTensor):
             weight.owner = weakref.ref(self)
+
+
+def carry_over(attributes: Mapping[str, Any], kind: type, weight: Tensor) -> None:
+    """Give a weight the attributes that others have set on the one before it, of this class."""
+    names = attributes.keys() - vars(weight).keys() - attribute_names(kind)
+    vars(weight).update({name: attributes[name] for name in names})

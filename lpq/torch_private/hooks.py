@@ -26,6 +26,8 @@ hooks_of: Callable[[Any], tuple[dict[int, Any], ...]] = attrgetter(
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 )
 """The hooks that a call of a module, or a gradient that goes through it, calls; lpq's own, too."""
+hooks_of_tensor: Callable[[Any], tuple[Any, ...]] = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+"""The hooks that autograd calls with the gradient of a tensor."""
 
 
 def others_hang(module: Any, *kinds: Hooks) -> bool:

@@ -18,6 +18,7 @@ from lpq.torch_private.hooks import (
     hooks_before,
     hooks_behind,
     hooks_of,
+    hooks_of_tensor,
     laid_out_by_own,
     may_see_input,
     noting_own,
@@ -113,3 +114,12 @@ def test_a_trial_of_a_module_runs_without_modes() -> None:
             assert type(torch.ones(2)) is torch.Tensor
         assert dispatch.modes()
         assert type(torch.ones(2)) is not torch.Tensor
+
+
+def test_hooks_of_a_tensor() -> None:
+    tensor = torch.ones(3, requires_grad=True)
+    assert not any(hooks_of_tensor(tensor))
+    tensor.register_hook(lambda _: None)
+    assert [bool(hooks) for hooks in hooks_of_tensor(tensor)] == [True, False]
+    tensor.register_post_accumulate_grad_hook(lambda _: None)
+    assert all(hooks_of_tensor(tensor))
