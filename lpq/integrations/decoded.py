@@ -25,12 +25,18 @@ def attach(model: nn.Module) -> nn.Module:
         model: The model. Save a sharded one without this: what accelerate gathers is decoded already.
     """
     check_model(model)
+    before = getattr(model, "hf_quantizer", None)
     if hasattr(model, "save_pretrained") and any(isinstance(w, QuantizedTensor) for w in model.parameters()):
+        if not (before is None or isinstance(before, Decoded)):
+            raise ValueError(
+                f"{type(before).__name__} saves this model, of which lpq stores weights quantized, and transformers "
+                "has one quantizer for a model: convert it without weights='quantized'"
+            )
         from transformers.quantizers.base import HfQuantizer
 
         cls: Any = type("LpqQuantizer", (Decoded, HfQuantizer), {})
         model.hf_quantizer = cls(cls)
-    elif isinstance(getattr(model, "hf_quantizer", None), Decoded):
+    elif isinstance(before, Decoded):
         del model.hf_quantizer  # from before it was sharded
     return model
 

@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 import lpq
 from lpq.formats.format import Quantizer
+from lpq.integrations.decoded import attach
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 GIVEN: dict[str, Callable[[Any], object]] = {
@@ -103,6 +104,17 @@ def test_hooks_of_a_weight_that_is_replaced_are_refused(weights: Any) -> None:
     lpq.convert(model, "mxfp8")
     handle.remove()
     lpq.convert(model, "mxfp8", weights=weights)
+
+
+def test_a_quantizer_that_saves_a_model_is_not_replaced() -> None:
+    model, mine = linears(64, 64), object()
+    model.save_pretrained = print  # type: ignore[assignment]
+    model.hf_quantizer = mine  # type: ignore[assignment]
+    assert attach(model) is model
+    lpq.convert(model, "mxfp8", weights="quantized")
+    with pytest.raises(ValueError, match=r"object saves this model, .*: convert it without weights='quantized'"):
+        attach(model)
+    assert model.hf_quantizer is mine
 
 
 class Norm(nn.Module):
