@@ -43,8 +43,7 @@ TIMEOUT = timedelta(seconds=120)
 PATIENCE = 600.0
 """Seconds after which a function that has not ended in all ranks is taken to hang."""
 MOST_THREADS = 96
-"""Threads with which a rank is not used again. Each group that a call makes has some, for torch keeps groups: they wake
-up a hundred times a second, and many ranks would do little else."""
+"""Threads with which a rank is not used again. Each group that a call makes has one, for torch keeps groups."""
 DIES_WITH_ITS_PARENT = 1
 """``PR_SET_PDEATHSIG`` of prctl(2): the signal that a process gets at the end of the one that forked it."""
 GRACE = 1.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 from contextlib import suppress
 
 import gloo_threads  # noqa: F401  (groups that are made later have one thread)
@@ -30,6 +31,10 @@ def compile_once() -> None:
     counters.clear()
 
 
+if hasattr(os, "SCHED_BATCH"):
+    # A thread that wakes up takes no processor from another one. Else gloo's thread that reads takes it from one that
+    # wrote and still holds a lock, for which it asks again and again, ten million times in half a minute of tests.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 seed_the_cpu_alone()
 gc.set_threshold(SELDOM)
 # Before anything is compiled: in a first backward after that, torch for CUDA starts threads, without a GPU, too, and

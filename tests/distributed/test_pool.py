@@ -56,7 +56,7 @@ def test_ranks_are_started_once(tmp_path: Path) -> None:
 
 
 def test_ranks_without_a_call_are_paused(pool: Pool) -> None:
-    """Each of their groups has a thread that would wake up a hundred times a second."""
+    """They have a thread that would wake up a hundred times a second."""
     pool.run(_group)
     for one in pool._processes:
         state, end = Path(f"/proc/{one.pid}/stat"), time.monotonic() + 30
@@ -68,22 +68,23 @@ def _group(rank: int) -> None:
     dist.new_group([0, 1])
 
 
-def _threads_and_groups() -> tuple[int, int]:
-    """The threads of this process that run collectives, and its groups."""
-    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    return names.count("pt_gloo_runloop\n"), len(distributed_c10d._world.pg_map)
+def _threads(name: str) -> int:
+    """The threads of this process with a name."""
+    return [path.read_text() for path in Path("/proc/self/task").glob("*/comm")].count(f"{name}\n")
 
 
 def _each_group_has_one_thread(rank: int) -> None:
-    threads, groups = _threads_and_groups()
+    threads, groups = _threads("pt_gloo_runloop"), len(distributed_c10d._world.pg_map)
     for group in (dist.new_group([0, 1]), init_device_mesh("cpu", (2, 1)).get_group(1)):
         dist.all_reduce(torch.ones(()), group=group)
-    made = _threads_and_groups()
-    assert made[0] - threads == made[1] - groups >= 2
+    assert _threads("pt_gloo_runloop") - threads == len(distributed_c10d._world.pg_map) - groups >= 2
+    assert _threads("gloo_tcp_loop") == 1
+    assert os.sched_getscheduler(0) == os.SCHED_BATCH or torch.cuda.is_available()
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
 def test_a_group_has_one_thread_as_two_corrupt_the_heap() -> None:
+    """And one thread reads for all groups, as many would ask for locks again and again."""
     spawn(_each_group_has_one_thread, RANKS)
 
 
