@@ -108,9 +108,9 @@ def convert(
     prepared = _prepared(model, weights, ranks)
     check_options(weights, ranks, prepared[1])
     if accumulate is not None and weights is not None:
-        raise ValueError(
-            f"accumulate={accumulate!r} does not work with weights={weights!r}, which FSDP2 shards: use one"
-        )
+        raise ValueError(f"accumulate={accumulate!r} does not go with weights={weights!r}, which FSDP2 shards: use one")
+    if weights is not None and any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules()):
+        raise ValueError(f"weights={weights!r} replaces what DistributedDataParallel reduces: convert before it")
     if steps not in (None, "later"):
         check_length(steps)
     original = recipes.policy(policy, include=include)

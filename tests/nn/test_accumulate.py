@@ -84,7 +84,7 @@ def test_what_cannot_work_is_refused() -> None:
             weight.main_grad = wrong
         with pytest.raises(RuntimeError, match=f"its weight has .*{words}.*: set weight.main_grad to zeros"):
             net(x)
-    with pytest.raises(ValueError, match="does not work with weights='high_precision', which FSDP2 shards"):
+    with pytest.raises(ValueError, match="does not go with weights='high_precision', which FSDP2 shards"):
         model(weights="high_precision", accumulate="grad")
     sharded = lpq.convert(model(weights="high_precision"), "fp8-current", accumulate="grad")
     with pytest.raises(RuntimeError, match="FSDP2"):

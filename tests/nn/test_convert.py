@@ -17,6 +17,7 @@ from support.small_models import converted
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 import lpq
@@ -248,6 +249,15 @@ def test_the_report_says_which_weights_fully_shard_leaves_out(weights: str, mesh
     assert lpq.report(model) == before, "between forward and backward the layer has the whole weight, quantized"
     y.sum().backward()
     assert lpq.report(model) == before
+
+
+@pytest.mark.parametrize("weights", ["high_precision", "quantized"])
+def test_weights_that_a_wrapper_reduces_are_not_replaced(weights: Any, mesh: DeviceMesh) -> None:
+    """With ``find_unused_parameters`` ranks would drift apart without a word."""
+    model = nn.Sequential(nn.Linear(64, 64))
+    with pytest.raises(ValueError, match=r"replaces what DistributedDataParallel reduces: convert before it"):
+        lpq.convert(DistributedDataParallel(model), "mxfp8", weights=weights)
+    assert type(model[0]) is nn.Linear
 
 
 @pytest.mark.parametrize("weights", ["high_precision", "quantized"])
