@@ -7,6 +7,7 @@ independent, so their squares add up; the policy that is found is replayed as a 
 
 from __future__ import annotations
 
+import glob
 import itertools
 import math
 import warnings
@@ -35,7 +36,6 @@ from lpq.observe.readings import NumericsError
 from lpq.observe.replay import Before, Closure, Replay
 from lpq.recipes import Policy, Recipe, RecipeError, Rule
 from lpq.recipes.gemms import GEMMS, Gemm
-from lpq.recipes.rules import LEAVE
 from lpq.registry.errors import OptionError, suggestion
 from lpq.registry.showing import Readable, brief
 from lpq.registry.tables import drawn
@@ -84,12 +84,12 @@ class SearchResult(Readable):
 
     @property
     def policy(self) -> Policy:
-        """The policy: a rule for each recipe that some layers have."""
+        """The policy: a rule for each recipe that some layers have, which names them."""
         layers: dict[Recipe | None, list[str]] = {}
         for name, one in self.choices.items():
             layers.setdefault(None if set(one.products) == {BF16} else one.recipe, []).append(name)
-        rules = (Rule(("*",) if len(layers) == 1 else tuple(names), recipe) for recipe, names in layers.items())
-        return Policy(tuple(rules), LEAVE)
+        escaped = {recipe: tuple(glob.escape(name) or "*" for name in names) for recipe, names in layers.items()}
+        return Policy(tuple(Rule(names, recipe) for recipe, names in escaped.items()))
 
     def write(self, path: str | Path) -> None:
         """Write the policy to a TOML file, for ``lpq.convert`` and ``python -m lpq train --policy``."""

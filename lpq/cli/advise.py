@@ -18,7 +18,7 @@ from lpq.bench.gpus import GPUS, NARROW, USUAL_SHARE, Gpu, bytes_of_element, is_
 from lpq.bench.layers import LayerSize, StackSize
 from lpq.bench.native import native_products
 from lpq.bench.speedups import in_figures, measure, ratio, total
-from lpq.cli.models import NAMED, Chosen, ModelError, alike, layer_sizes, left_out, on_meta
+from lpq.cli.models import NAMED, Chosen, ModelError, alike, layer_sizes, left_out, on_meta, patterns
 from lpq.cli.output import Json, as_json, print_text
 from lpq.recipes import Recipe
 from lpq.recipes.policy_sources import refuse_rules
@@ -46,12 +46,16 @@ class LayerGroup:
     """Layers of one size whose names differ by numbers only, and the predicted seconds of each. The experts of a
     module, which have one recipe, are a layer."""
 
-    name: str
+    title: str
+    names: tuple[str, ...]
     sizes: tuple[LayerSize, ...]
     """One size of a linear layer, or one for each stack of experts."""
-    count: int
     plain: float
     seconds: Mapping[str, float]
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
 
     def gain(self, recipe: str) -> float:
         return self.plain / self.seconds[recipe]
@@ -88,7 +92,7 @@ def advise(
         _convert(built, text, world)
         memories[text] = observe.memory(built, world, blocks=blocks, param_dtype=torch.bfloat16)
     sizes = layer_sizes(built, tokens, chosen)
-    groups = [_predicted(card, *key, count, recipes) for key, count in alike(sizes).items() if key[1]]
+    groups = [_predicted(card, *group, recipes) for group in alike(sizes) if group.size]
     if not sizes:
         raise ModelError(f"MODEL {model}: lpq.convert reaches no linear layer of it: there is nothing to advise")
     unknown = left_out(sizes)
@@ -97,11 +101,13 @@ def advise(
     measured: Measurements = _measured(groups, recipes) if here else {}
     fit = [text for text in recipes if not _is_narrow(text)] or recipes
     best = max(fit, key=lambda text: _gain(groups, text, _slow(groups, text)))
-    skipped = _slow(groups, best)
-    line = _line(groups, best, skipped, world)
+    slow = _slow(groups, best)
+    kept = {name for g in groups if g not in slow for name in g.names}
+    skipped = patterns((name for name in sizes if name not in kept), kept)
+    line = _line(groups, best, slow, skipped, world)
     if line is not None:
         _convert(built, _policy(best, skipped), world)  # so that what is pasted is known to work
-    sentences = [provenance(card), *_reasons(card, recipes, groups, best, skipped, line)]
+    sentences = [provenance(card), *_reasons(card, recipes, groups, best, slow, line)]
     sentences += [unknown] if unknown else []
     if json:
         as_json(
@@ -109,7 +115,7 @@ def advise(
                 "model": model, "gpu": card.title, "measured_rates": card.measured, "world": world, "tokens": tokens,
                 "layers": [
                     {
-                        "layers": g.name, "count": g.count, "matrices": [asdict(size) for size in g.sizes],
+                        "layers": g.title, "count": g.count, "matrices": [asdict(size) for size in g.sizes],
                         "bf16_ms": g.plain * 1e3, "predicted": {text: g.gain(text) for text in recipes},
                         "measured": measured.get(g.sizes, {}),
                     }
@@ -154,11 +160,13 @@ def _convert(model: nn.Module, policy: str | dict[str, Any], world: int) -> None
         lpq.convert(model, policy, weights="high_precision" if world > 1 else None)
 
 
-def _predicted(card: Gpu, name: str, sizes: tuple[LayerSize, ...], count: int, recipes: Sequence[str]) -> LayerGroup:
+def _predicted(
+    card: Gpu, title: str, names: tuple[str, ...], sizes: tuple[LayerSize, ...], recipes: Sequence[str]
+) -> LayerGroup:
     def seconds(text: str | None) -> float:
         return sum(predicted(card, size, None if text is None else lpq.recipe(text)) for size in sizes)
 
-    return LayerGroup(name, sizes, count, seconds(None), {text: seconds(text) for text in recipes})
+    return LayerGroup(title, names, sizes, seconds(None), {text: seconds(text) for text in recipes})
 
 
 Measurements = Mapping[tuple[LayerSize, ...], Mapping[str, float | None]]
@@ -176,15 +184,15 @@ def _measured(groups: Sequence[LayerGroup], recipes: tuple[str, ...]) -> Measure
     return {g.sizes: {text: gain(g, text) for text in recipes} for g in groups}
 
 
-def _gain(groups: Sequence[LayerGroup], recipe: str, without: Sequence[str] = ()) -> float:
+def _gain(groups: Sequence[LayerGroup], recipe: str, without: Sequence[LayerGroup] = ()) -> float:
     """How many times as fast all layers are together, those ``without`` a recipe in bf16."""
-    times = (g.count * (g.plain if g.name in without else g.seconds[recipe]) for g in groups)
+    times = (g.count * (g.plain if g in without else g.seconds[recipe]) for g in groups)
     return sum(g.count * g.plain for g in groups) / sum(times)
 
 
-def _slow(groups: Sequence[LayerGroup], recipe: str) -> list[str]:
+def _slow(groups: Sequence[LayerGroup], recipe: str) -> list[LayerGroup]:
     """The layers that a recipe makes slower, by more than predictions are off."""
-    return [g.name for g in groups if g.gain(recipe) < LEAST]
+    return [g for g in groups if g.gain(recipe) < LEAST]
 
 
 def _is_narrow(recipe: str) -> bool:
@@ -199,15 +207,17 @@ def _policy(recipe: str, skipped: Sequence[str]) -> str | dict[str, Any]:
     return {"leave": [*LEAVE], "rules": rules}
 
 
-def _line(groups: Sequence[LayerGroup], recipe: str, skipped: Sequence[str], world: int) -> str | None:
+def _line(
+    groups: Sequence[LayerGroup], recipe: str, slow: Sequence[LayerGroup], skipped: Sequence[str], world: int
+) -> str | None:
     """The call to paste; None where nothing is gained."""
-    if _gain(groups, recipe, skipped) <= 1:
+    if _gain(groups, recipe, slow) <= 1:
         return None
     linear = [g for g in groups if not g.experts()] or groups  # stacks of Hugging Face's are gathered as they are
     widest = max(linear, key=lambda g: g.count * g.plain).sizes
     wide = min(min(size.inputs, size.outputs) for size in widest) >= WIDE
     gathered = ', weights="high_precision"' if world > 1 and wide else ""
-    return f"lpq.convert(model, {jsonlib.dumps(_policy(recipe, skipped))}{gathered})"
+    return f"lpq.convert(model, {jsonlib.dumps(_policy(recipe, skipped), ensure_ascii=False)}{gathered})"
 
 
 def provenance(card: Gpu) -> str:
@@ -237,7 +247,7 @@ def _reasons(
     recipes: Sequence[str],
     groups: Sequence[LayerGroup],
     best: str,
-    skipped: Sequence[str],
+    slow: Sequence[LayerGroup],
     line: str | None,
 ) -> list[str]:
     """Sentences on what gains nothing, what to leave out, and what is not in the table."""
@@ -249,8 +259,8 @@ def _reasons(
     if line is None:
         others = f" but {' and '.join(narrow)}" if narrow else ""
         sentences.append(f"Stay in bf16 here: no recipe{others} saves time for these layers.")
-    elif skipped:
-        sentences.append(f"Leave out {', '.join(skipped)}: {best} makes them slower.")
+    elif slow:
+        sentences.append(f"Leave out {', '.join(g.title for g in slow)}: {best} makes them slower.")
     if line is not None and 'weights="high_precision"' in line:
         sentences.append("Weights are gathered quantized: `weights=None` gathers them in bf16, with the same numbers.")
     if narrow:
@@ -285,7 +295,7 @@ def _show(heading: str, groups: Sequence[LayerGroup], recipes: Sequence[str], me
 
     rows = [
         (
-            g.name, str(g.count), "\n".join(size.weight for size in g.sizes), f"{g.plain * 1e3:.2f}",
+            g.title, str(g.count), "\n".join(size.weight for size in g.sizes), f"{g.plain * 1e3:.2f}",
             *(cell(g, text) for text in recipes),
         )
         for g in groups

@@ -106,10 +106,10 @@ def bench(
     if model:
         layers = layer_sizes(_converted(model, recipes[0]), tokens, chosen)
         unknown = left_out(layers)
-        for (name, own), count in alike(layers).items():
-            for size in own:
-                counts[size] = counts.get(size, 0) + count
-                names.setdefault(size, []).append(name)
+        for group in alike(layers):
+            for size in group.size:
+                counts[size] = counts.get(size, 0) + len(group.names)
+                names.setdefault(size, []).append(group.title)
         if layers and not counts:
             raise OptionError(str(unknown))
         if not counts:

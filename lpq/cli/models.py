@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import inspect
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import torch
 import typer
@@ -16,6 +16,7 @@ from lpq import registry
 from lpq.bench.layers import LayerSize
 from lpq.bench.searched_layers import searched_layers
 from lpq.cli.shapes import SHAPES, Transformer
+from lpq.recipes.globs import matching
 from lpq.registry.errors import ImportStringError, LpqError, OptionError, suggestion, words
 
 Size = TypeVar("Size")
@@ -51,7 +52,10 @@ def by_function(name: str, option: str) -> nn.Module:
         inspect.signature(make).bind()
     except TypeError as error:
         raise OptionError(f"{option}: {name} cannot be called without arguments: {error}") from error
-    model = make()
+    try:
+        model = make()
+    except (Exception, SystemExit) as error:
+        raise ModelError(f"{option}: {name} raised {words(error)}; call it in Python to see the traceback") from error
     if not isinstance(model, nn.Module):
         raise OptionError(f"{option}: {name} returns a {type(model).__name__}, and no torch.nn.Module")
     return model
@@ -128,8 +132,38 @@ def experts_per_token(model: nn.Module) -> int | None:
     return count if isinstance(count, int) else None
 
 
-def alike(layers: Mapping[str, Size]) -> dict[tuple[str, Size], int]:
-    """How many layers share a size and a name but for its numbers; a ``*`` stands for these."""
-    return Counter(
-        (".".join("*" if part.isdecimal() else part for part in name.split(".")), size) for name, size in layers.items()
-    )
+class Alike(NamedTuple, Generic[Size]):
+    """Layers that share a size and a name but for its numbers."""
+
+    title: str
+    """A pattern that matches these layers alone, or their names."""
+    names: tuple[str, ...]
+    size: Size
+
+
+def alike(layers: Mapping[str, Size]) -> list[Alike[Size]]:
+    """The layers in groups, by size and by name but for its numbers."""
+    found: dict[tuple[str, Size], list[str]] = {}
+    for name, size in layers.items():
+        found.setdefault((_numberless(name), size), []).append(name)
+    return [
+        Alike(", ".join(patterns(names, layers.keys() - names)), tuple(names), size)
+        for (_, size), names in found.items()
+    ]
+
+
+def patterns(names: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Patterns for a rule that match these layers and none of the others. A ``*`` stands for numbers, where it can."""
+    short: dict[str, list[str]] = {}
+    for name in names:
+        short.setdefault(_numberless(name), []).append(name)
+    taken = matching(short, [*others])
+    every: list[str] = []
+    for pattern, own in short.items():
+        is_exact = len(own) > 1 and not taken[pattern]
+        every += [pattern] if is_exact else [glob.escape(name) or "*" for name in own]  # the model itself has no name
+    return every
+
+
+def _numberless(name: str) -> str:
+    return ".".join("*" if part.isdecimal() else glob.escape(part) for part in name.split("."))

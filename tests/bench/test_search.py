@@ -113,13 +113,38 @@ def test_a_recipe_is_a_budget_and_a_converted_model_is_as_before() -> None:
     net = lpq.convert(model(-1), "mxfp8")
     by_time = lpq.search(net, closures(net), recipes=["nvfp4"], time="nvfp4", seconds=exact_products)
     assert {one.recipe for one in by_time.choices.values()} == {lpq.recipe("nvfp4")}
-    assert [rule.match for rule in by_time.policy.rules] == [("*",)]
+    assert [rule.match for rule in by_time.policy.rules] == [tuple(f"{i}.layer" for i in range(LAYERS))]
     by_error = lpq.search(net, closures(net), recipes=["nvfp4"], error="bf16", seconds=exact_products)
     assert by_error.error == 0.0
     products = set(itertools.product((f"{i}.layer" for i in range(LAYERS)), ("fprop", "dgrad", "wgrad")))
     assert kept(by_error) == products - {("0.layer", "dgrad")}, "nobody computes the first layer's dgrad"
     assert None in {rule.recipe for rule in by_error.policy.rules}
     assert {m.recipe for m in net.modules() if isinstance(m, lpq.nn.Layer)} == {lpq.recipe("mxfp8")}
+
+
+def test_the_policy_is_for_the_layers_that_were_searched_and_no_others() -> None:
+    """Whatever their names, and whatever the policy was by which the model was converted."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleDict({name: nn.Linear(64, 64) for name in ("a[0]", "a0", "gate", "left")})
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers.values():
+                x = layer(x)
+            return x
+
+    def recipes(net: nn.Module) -> dict[str, Any]:
+        layers = {name.partition(".")[2]: m for name, m in net.named_modules() if isinstance(m, nn.Linear)}
+        return {name: getattr(m, "recipe", None) for name, m in layers.items()}
+
+    rules = [{"match": "*.left", "recipe": "skip"}, {"match": "*", "recipe": "mxfp8"}]
+    net = lpq.convert(Net(), {"rules": rules})
+    assert recipes(net)["gate"] is not None
+    found = lpq.search(net, closures(net), recipes=["nvfp4"], time="nvfp4", seconds=exact_products)
+    nvfp4 = lpq.recipe("nvfp4")
+    assert recipes(lpq.convert(Net(), found.policy)) == {"a[0]": nvfp4, "a0": nvfp4, "gate": nvfp4, "left": None}
 
 
 def test_times_are_predicted_for_a_gpu() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import lpq as library
@@ -17,7 +19,9 @@ from lpq.bench.gpus import GPUS
 from lpq.bench.layers import Layers, StackSize
 from lpq.bench.timing import in_turn
 from lpq.cli import advise as command
+from lpq.cli.models import alike, patterns
 from lpq.cli.shapes import SHAPES
+from lpq.recipes.globs import matches
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +69,74 @@ def test_narrow_layers_are_left_out_by_the_line(lpq: Callable, monkeypatch: pyte
     exec(found["line"], {"lpq": library, "model": model})
     converted = {name for name, module in model.named_modules() if isinstance(module, library.nn.Linear)}
     assert {name.rpartition(".")[2] for name in converted} == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+PARTS = ("0", "1", "10", "q", "big[0]", "big0", "big*", "big?", "é", "\N{SLIGHTLY SMILING FACE}", 'a"b')
+NAMES = st.lists(st.sampled_from(PARTS), min_size=1, max_size=2).map(tuple)
+
+
+def of_widths(widths: dict[tuple[str, ...], int]) -> nn.Module:
+    model = nn.Module()
+    for parts, width in widths.items():
+        inside = model
+        for part in parts[:-1]:
+            if part not in dict(inside.named_children()):
+                inside.add_module(part, nn.Module())
+            inside = inside.get_submodule(part)
+        inside.add_module(parts[-1], nn.Linear(width, width, device="meta"))
+    return model
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.dictionaries(NAMES, st.sampled_from([64, 8192]), min_size=1, max_size=5))
+def test_the_line_converts_the_layers_that_are_told_to_gain_and_no_others(widths: dict[tuple[str, ...], int]) -> None:
+    widths = {parts: width for parts, width in widths.items() if len(parts) > 1 or not any(
+        parts == other[:1] for other in widths if len(other) > 1)}  # fmt: skip
+    wide = {".".join(parts) for parts, width in widths.items() if width == 8192}
+    told: list[str] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(command, "on_meta", lambda source, option: of_widths(widths))
+        patched.setattr(command, "as_json", told.append)
+        command.advise("any", gpu="h100", recipe=["fp8-current"], json=True)
+    (found,) = told
+    assert (found["line"] is not None) == bool(wide)
+    for group in found["layers"]:
+        own = {name for name in map(".".join, widths) if any(matches(p, name) for p in group["layers"].split(", "))}
+        assert (len(own), group["predicted"]["fp8-current"] > 1) == (group["count"], own <= wide)
+    model = of_widths(widths)
+    if found["line"] is not None:
+        exec(found["line"], {"lpq": library, "model": model})
+        assert {n for n, m in model.named_modules() if isinstance(m, library.nn.Linear)} == wide
+
+
+def test_a_pattern_stands_for_numbers_only_where_it_matches_no_other_layer() -> None:
+    names = ["a.0.q", "a.1.q", "a.2.q", "b.0", "b.1", "c.1"]
+    assert patterns(names, ["a.0.k", "b.0.q"]) == ["a.*.q", "b.0", "b.1", "c.1"]
+    assert patterns(names[:2], ["a.2.q"]) == ["a.0.q", "a.1.q"]
+    assert patterns(["x[0]", ""], []) == ["x[[]0]", "*"]
+    assert [(one.title, one.size) for one in alike({"0": 1, "1": 2, "2": 1})] == [("0, 2", 1), ("1", 2)]
+
+
+def test_experts_of_which_nothing_is_known_are_left_out_by_the_line(
+    lpq: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    found = advised(lpq, "test_advise:experts", "--gpu", "h100", "--recipe", "fp8-current")
+    assert '["experts"], "recipe": "skip"' in found["line"]
+    assert not any("slower" in sentence for sentence in found["remarks"])
+
+
+def raises() -> nn.Module:
+    raise ValueError("no such model")
+
+
+def test_a_function_that_raises_is_named_with_what_it_raised(lpq: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    for arguments in (("advise", "test_advise:raises"), ("bench", "--device", "cpu", "--model", "test_advise:raises")):
+        ended = lpq(*arguments, *(("--gpu", "h100") if arguments[0] == "advise" else ()))
+        assert ended.status == 1
+        assert ": test_advise:raises raised ValueError: no such model (test_advise.py, line " in ended.err
+        assert "call it in Python to see the traceback" in ended.err
 
 
 def test_a_gpu_that_nobody_measured_is_called_so(lpq: Callable) -> None:

@@ -81,8 +81,8 @@ def test_the_layers_of_a_model_are_counted(lpq: Callable, monkeypatch: pytest.Mo
     ended = lpq("bench", "--model", "test_bench:two_layers", "--tokens", 16, "--device", "cpu")
     assert (ended.status, ended.err) == (0, "")
     rows = [line.split() for line in ended.out.splitlines() if "16x" in line or "all of them" in line]
-    assert [row[:3] for row in rows[:2]] == [["16x32x16", "*", "2"], ["16x16x64", "up", "1"]]
-    one, other = (float(row[3]) for row in rows[:2])
+    assert (rows[0][:4], rows[1][:3]) == (["16x32x16", "0,", "1", "2"], ["16x16x64", "up", "1"])
+    one, other = float(rows[0][4]), float(rows[1][3])
     assert float(rows[2][4]) == pytest.approx(2 * one + other, abs=0.03)
 
 
