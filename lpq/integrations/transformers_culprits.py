@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,20 +11,32 @@ from torch import Tensor, nn
 
 from lpq.observe import Before, Course, Culprits
 from lpq.observe.culprits import check_search
-from lpq.observe.readings import check_whole
+from lpq.observe.readings import NumericsError, check_whole
 from lpq.observe.replay import gradient_norm
 from lpq.observe.trigger import Trigger
 from lpq.registry.warning import warn
+from lpq.torch_private.autograd import at_the_end_of_backward
 
 NAME = "CulpritsCallback"
 if TYPE_CHECKING:
     CulpritsCallback: type[Any]
 
 
+class _Pass(NamedTuple):
+    """A forward and backward of the step."""
+
+    args: tuple[Any, ...]
+    by_name: dict[str, Any]
+    loss: Tensor
+    share: Tensor
+    """The gradient of the loss: how much it counts in the step, as a part of a batch, times the scale of fp16."""
+
+
 class _Culprits:
-    """Compares the loss and the norm of the gradients, as they are after clipping, with the steps before. A step that
-    leaves this course is replayed, with a warning of the culprits; ``found`` has them by step. Later steps are not
-    replayed before one was on the course again. The host waits for the loss in each step."""
+    """Compares the loss of each step, and the norm that the gradients have before the Trainer clips them, with the
+    steps before. A step that leaves this course is replayed before the optimizer steps, with a warning of the culprits;
+    ``found`` has them by step. Later steps are not replayed before one was on the course again. The course is kept in
+    the Trainer's checkpoints. The host waits for the loss in each step."""
 
     def __init__(
         self, *, course: Course | None = None, promote: int = 0, most: int = 3, least: float = 0.1, replays: int = 64
@@ -33,15 +45,22 @@ class _Culprits:
         follows and keeps; 0: they stay. The others are as in ``lpq.observe.culprits``."""
         check_whole(NAME, 0, promote=promote)
         check_search(NAME, course, most=most, least=least, replays=replays)
+        self._args = {"promote": promote, "most": most, "least": least, "replays": replays}
         self._trigger = Trigger(course, promote, most=most, least=least, replays=replays)
         self.found: dict[int, Culprits] = self._trigger.found
-        self._batches: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self._losses: list[Tensor] = []
+        self._inputs: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
+        self._passes: list[_Pass] = []
+        self._norm: Tensor | None = None
         self._before: Before | None = None
         self._hooks: list[Any] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
-        """Note the batches and the losses from now on."""
+        """Go on with the course of the checkpoint, and note the batches and the losses from now on."""
+        record = state.stateful_callbacks.get(NAME) if state.global_step else None
+        record = record[0] if isinstance(record, list) else record
+        if record is not None:
+            self._trigger.course.load_state_dict(record["attributes"]["saved_course"])
+        state.stateful_callbacks.setdefault(NAME, self.state())  # absent if the checkpoint was saved without it
         self._hooks = [
             model.register_forward_pre_hook(self._note, with_kwargs=True), model.register_forward_hook(self._take)
         ]  # fmt: skip
@@ -50,43 +69,69 @@ class _Culprits:
         for hook in self._hooks:
             hook.remove()
 
+    def state(self) -> dict[str, Any]:
+        """The state that the Trainer keeps in its checkpoint."""
+        return {"args": self._args, "attributes": {"saved_course": self._trigger.course.state_dict()}}
+
     def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
         """Note what the step depends on."""
-        self._batches, self._losses, self._before = [], [], Before(model)
+        self._passes, self._norm, self._before = [], None, Before(model)
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: nn.Module, optimizer: Any = None, **_: Any
+    ) -> None:
         """Replay the step if it leaves the course."""
-        if not self._losses:
+        passes, self._passes, before, self._before = self._passes, [], self._before, None  # no hook notes replays
+        if before is None:
             return
-        batches, self._batches, before, self._before = self._batches, [], self._before, None  # no hook notes replays
-
-        by_items = any(by_name.get("num_items_in_batch") is not None for _, by_name in batches)
-        parts = 1 if by_items else len(batches)  # a loss by items is a share of the step's already
+        if self._norm is None:
+            raise NumericsError(
+                f"{NAME}: no backward of step {state.global_step} came from a loss that the model returned, as where "
+                "the Trainer computes the loss itself: have the model return the loss that is trained, as its first "
+                "output or by the name `loss`, or call lpq.observe.culprits in a loop of your own"
+            )
+        scaler = getattr(optimizer, "scaler", None)
+        scale = 1.0 if scaler is None else scaler.get_scale()
 
         def closure() -> Tensor:
             losses = []
-            for inputs, by_name in batches:
-                loss = _loss(model(*inputs, **by_name)) / parts
-                loss.backward()  # type: ignore[no-untyped-call]
-                losses.append(loss.detach())
+            for one in passes:
+                loss = _loss(model(*one.args, **one.by_name))
+                loss.backward(one.share / scale)
+                losses.append(loss.detach() * one.share / scale)
             return torch.stack(losses).sum()
 
-        loss, norm = torch.stack(self._losses).sum() / parts, gradient_norm(model)
+        loss = torch.stack([one.loss * one.share / scale for one in passes]).sum()
+        norm = self._norm / scale
         if words := self._trigger.look(model, state.global_step, _mean(loss), _mean(norm), closure, before):
             warn(words)
 
     def _note(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._before is not None and model.training:
-            self._batches.append((args, dict(kwargs)))
+            self._inputs = args, dict(kwargs)
 
     def _take(self, model: nn.Module, args: Any, output: Any) -> None:
-        if self._before is not None and model.training:
-            self._losses.append(_loss(output).detach())
+        """Have the backward of this loss note the pass and, when it ends, the norm of what was added up so far."""
+        if self._before is None or not model.training:
+            return
+        loss, inputs = _loss(output), self._inputs
+        if not (isinstance(loss, Tensor) and loss.requires_grad):
+            return
+        value = loss.detach()
+
+        def measure() -> None:
+            self._norm = gradient_norm(model)
+
+        def note(share: Tensor) -> None:
+            self._passes.append(_Pass(*inputs, value, share.detach()))
+            # Behind what FSDP2 and DistributedDataParallel do when it ends, which they ask for later in this backward.
+            at_the_end_of_backward(lambda: at_the_end_of_backward(measure))
+
+        loss.register_hook(note)  # type: ignore[no-untyped-call]
 
 
-def _loss(output: Any) -> Tensor:
-    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output[0]
-    return loss
+def _loss(output: Any) -> Any:
+    return output.get("loss") if isinstance(output, Mapping) else output[0]
 
 
 def _mean(value: Tensor) -> float:
@@ -101,8 +146,10 @@ def _mean(value: Tensor) -> float:
 def __getattr__(name: str) -> Any:
     if name != NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from transformers import TrainerCallback
+    from transformers.trainer_callback import ExportableState, TrainerCallback
 
-    cls = type(NAME, (_Culprits, TrainerCallback), {"__module__": __name__, "__doc__": _Culprits.__doc__})
+    cls = type(
+        NAME, (_Culprits, TrainerCallback, ExportableState), {"__module__": __name__, "__doc__": _Culprits.__doc__}
+    )
     globals()[name] = cls
     return cls

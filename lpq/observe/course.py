@@ -78,7 +78,8 @@ class Course:
         return {"losses": [*self._losses], "norms": [*self._norms], "left": self._is_off}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
-        self._losses.extend(state["losses"])
-        self._norms.extend(state["norms"])
+        """Go on from a checkpoint, in place of the steps so far."""
+        for steps, saved in ((self._losses, state["losses"]), (self._norms, state["norms"])):
+            steps.clear()
+            steps.extend(saved)
         self._is_off = state["left"]

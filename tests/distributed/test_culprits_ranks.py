@@ -4,6 +4,7 @@ such a model."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import torch.distributed as dist
 from ranks import fully_shard, mesh_of, of_all, on_one, on_ranks
 from support.small_models import Planted
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import lpq
+from lpq.integrations.transformers_culprits import _Culprits
 from lpq.torch_private.tensors import local_part
 
 
@@ -72,6 +75,39 @@ def test_ranks_of_fsdp2_find_a_planted_layer(rank: int, ranks: int, weights: Any
         lpq.set_step(net, step)
         assert (net[2].layer.recipe == found.found[0].recipe) == (step == 2)
         closure()
+
+
+class WithLoss(nn.Module):
+    """A planted model that returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = planted("mxfp8")
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (self.net(x).square().mean(),)
+
+
+@pytest.mark.parametrize("way", ["fsdp2", "ddp"])
+@on_ranks(2)
+def test_the_callback_has_the_norm_of_all_ranks_before_clipping(rank: int, way: str) -> None:
+    """Of gradients that were added up in two passes, when the last one is complete."""
+    net = WithLoss()
+    run: Any = nn.parallel.DistributedDataParallel(net) if way == "ddp" else fully_shard(net)
+    callback, state, seen = _Culprits(), SimpleNamespace(global_step=0, stateful_callbacks={}), list[Any]()
+    callback._trigger.look = lambda *given: seen.append(given)  # type: ignore[assignment, func-returns-value]
+    callback.on_train_begin(None, state, None, net)
+    for step in range(2):
+        callback.on_step_begin(None, state, None, net)
+        for part in range(2):
+            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(4 * step + 2 * part + rank))
+            (run(x)[0] / 2).backward()
+        norm = nn.utils.clip_grad_norm_(net.parameters(), 1e-6)
+        callback.on_pre_optimizer_step(None, state, None, net)
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        assert seen[-1][3] == float(whole) > 1e-3
+        net.zero_grad()
+    assert {*of_all(str([one[2:4] for one in seen]))} == {str([one[2:4] for one in seen])}
 
 
 Numbers = dict[str, float]

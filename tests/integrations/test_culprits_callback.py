@@ -114,6 +114,55 @@ def test_a_nan_that_stays_is_replayed_once(tmp_path: Path) -> None:
     assert [*finds.found] == sorted(off - {2, 3})
 
 
+class Notes(Course):
+    """A course that notes what each step has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[float, float | None]] = []
+
+    def off(self, loss: float, norm: float | None = None) -> str | None:
+        self.seen.append((loss, norm))
+        return super().off(loss, norm)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "activation_checkpointing": True}])
+def test_norms_are_compared_as_they_are_before_clipping(options: dict[str, Any], tmp_path: Path) -> None:
+    """To the bit the norms that the Trainer logs, and so are the losses, of all parts of a step. A resumed run goes on
+    with the course."""
+    notes = Notes()
+    options = {"max_grad_norm": 1e-3, **options}
+    whole = trainer(converted(), tmp_path, LpqCallback(), CulpritsCallback(course=notes), **options)
+    whole.train()
+    logged = [(one["loss"], one["grad_norm"]) for one in whole.state.log_history if "loss" in one]
+    assert min(norm for _, norm in logged) > 1e-2
+    assert notes.seen == logged
+    again = Notes()
+    resumed = trainer(converted(), tmp_path, LpqCallback(), CulpritsCallback(course=again), **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert again.seen == notes.seen[4:]
+    assert again.state_dict() == notes.state_dict()
+
+
+def test_a_loss_that_the_model_does_not_return_is_refused(tmp_path: Path) -> None:
+    smooth = trainer(converted(), tmp_path, CulpritsCallback(), label_smoothing_factor=0.1)
+    with pytest.raises(
+        NumericsError, match=r"no backward of step 0 came from a loss that the model returned.*have the"
+    ):
+        smooth.train()
+
+
+def test_a_course_that_is_loaded_takes_the_place_of_its_steps() -> None:
+    saved, used = Course(), Course()
+    for _ in range(12):
+        saved.leaves(1.0, 1.0)
+        used.leaves(100.0, 100.0)
+    for _ in range(2):
+        used.load_state_dict(saved.state_dict())
+        assert used.state_dict() == saved.state_dict()
+    assert used.why(60.0, 1.0) == saved.why(60.0, 1.0) is not None
+
+
 def test_a_run_leaves_its_course() -> None:
     course = Course(window=20)
     assert all(course.off(4 - i / 100, 1 + (i % 3) / 10) is None for i in range(30))
