@@ -32,7 +32,7 @@ from lpq.nn.observing import observing
 from lpq.nn.restoring import restore
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.observe.gradient_error import GradientError, OverRanks, Parts
-from lpq.observe.readings import NumericsError
+from lpq.observe.readings import NumericsError, check_whole
 from lpq.observe.replay import Before, Closure, Replay
 from lpq.recipes import Policy, Recipe, RecipeError, Rule
 from lpq.recipes.gemms import GEMMS, Gemm
@@ -173,9 +173,10 @@ def search(
         tell: Is called with the number of replays done and the number of all replays.
     """
     check_model(model)
-    every = [closures] if callable(closures) else [*closures]
-    if not every:
-        raise OptionError("search needs a batch: closures is empty")
+    every = _batches(closures)
+    check_whole("search", 1, tokens=tokens)
+    if seconds is not None and not callable(seconds):
+        raise OptionError(f"search: seconds = {brief(seconds)}: it is a function of a layer's name and a recipe")
     by_text = _recipes(recipes)
     kept, budget = budget_of(time, error, by_text)
     clock: Clock = partial(_predicted, _by_size(gpu), tokens) if seconds is None else lambda *_: seconds
@@ -193,8 +194,24 @@ def search(
         before.restore()
 
 
+def _batches(closures: Closure | Sequence[Closure]) -> list[Closure]:
+    """The closures, of which there is one at least."""
+    every = [closures] if callable(closures) or not isinstance(closures, Iterable) else [*closures]
+    if not every:
+        raise OptionError("search needs a batch: closures is empty")
+    for closure in every:
+        if not callable(closure):
+            raise OptionError(
+                f"search: {brief(closure)} is no closure: give a function that runs forward and backward of a batch "
+                "and returns the loss, or a list of such"
+            )
+    return every
+
+
 def _recipes(names: Iterable[str]) -> dict[str, Recipe]:
     """The recipes by their names, bf16 among them."""
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise OptionError(f"search: recipes = {brief(names)}: it is a list, as recipes=['mxfp8', 'nvfp4']")
     by_text = {BF16: recipes_of.recipe(BF16)}
     for text in names:
         recipe = by_text[text] = recipes_of.recipe(text)
@@ -249,31 +266,37 @@ def _search(
             stack.enter_context(replay.running())
         exact = dict.fromkeys(replays[0].layers, by_text[BF16])
         took = clock({name: shapes[name] for name in layers}, replays[0], exact)
+        plain = {name: took(name, None) for name in layers}
+        composed = {
+            products: _composed(by_text, products) for products in itertools.product(by_text, repeat=len(GEMMS))
+        }
+        whole = {products: recipe for products, recipe in composed.items() if recipe is not None}
+        timed = {name: {products: took(name, recipe) for products, recipe in whole.items()} for name in layers}
+        if kept == "time":
+            of_text = {text: sum(times[(text,) * len(GEMMS)] for times in timed.values()) for text in by_text}
+            limit = _limit(budget, of_text, sum(plain.values()))
+            least = sum(min(times.values()) for times in timed.values())
+            if least > limit * (1 + ROUNDING):
+                raise OptionError(
+                    f"search: no choice among {', '.join(by_text)} takes less than "
+                    f"{least / sum(plain.values()):.3f} of bf16's time, and the budget is {budget!r}: allow "
+                    "as much, or add a recipe"
+                )
         gradients = GradientError(OverRanks(model), replays, exact)
-        if not gradients.size:
-            raise NumericsError("search: the closures left no gradient: they run backward, too, as loss.backward()")
+        _refuse_no_gradient(gradients, any(p.grad is not None for p in model.parameters()))
         squares = _squares(layers, by_text, lambda layer, recipe: gradients.of({**exact, layer: recipe}) ** 2, tell)
 
         def options(name: str) -> list[Option]:
             own = []
-            for products in itertools.product(by_text, repeat=len(GEMMS)):
-                if (recipe := _composed(by_text, products)) is not None:
-                    square = sum(squares[name, p, recipe.gemm(p)] for p in GEMMS)
-                    own.append(Option(products, recipe, took(name, recipe), square))
+            for products, recipe in whole.items():
+                square = sum(squares[name, p, recipe.gemm(p)] for p in GEMMS)
+                own.append(Option(products, recipe, timed[name][products], square))
             return own
 
         by_layer = {name: options(name) for name in layers}
         uniform = {text: [_uniform(each, text) for each in by_layer.values()] for text in by_text}
-        plain = {name: took(name, None) for name in layers}
         if kept == "time":
-            limit = _limit(budget, {text: _seconds(each) for text, each in uniform.items()}, sum(plain.values()))
             choice = under_time([*by_layer.values()], limit)
-            if _seconds(choice) > limit * (1 + ROUNDING):
-                raise OptionError(
-                    f"search: no choice among {', '.join(by_text)} takes less than "
-                    f"{_seconds(choice) / sum(plain.values()):.3f} of bf16's time, and the budget is {budget!r}: allow "
-                    "as much, or add a recipe"
-                )
         else:
             limit = _limit(budget, {text: _error(each) for text, each in uniform.items()}, 1.0)
             choice = under_error([*by_layer.values()], limit)
@@ -287,6 +310,17 @@ def _search(
             if text != BF16
         )
         return SearchResult(dict(zip(layers, choice, strict=True)), plain, _error(choice), error_of(choice), beside)
+
+
+def _refuse_no_gradient(gradients: GradientError, is_there: bool) -> None:
+    """Refuse gradients beside which there is no error to measure. ``is_there``: whether any parameter has one."""
+    if not gradients.size and not is_there:
+        raise NumericsError("search: the closures left no gradient: they run backward, too, as loss.backward()")
+    if not gradients.size or not math.isfinite(gradients.size):
+        raise NumericsError(
+            f"search: in bf16 the gradients have the length {gradients.size:g}, and the loss is {gradients.loss:g}: no "
+            "error can be measured beside them. Search with batches whose gradients are finite and not all 0"
+        )
 
 
 def _predicted(

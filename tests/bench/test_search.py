@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -267,10 +268,36 @@ def test_what_cannot_be_searched_is_refused() -> None:
     refused(OptionError, "time = 'mxfp8' is none of the recipes", time="mxfp8", closures=never)
     refused(OptionError, "time = -1: it must be a number from 0 on", time=-1, closures=never)
     refused(OptionError, "error = True: it must be a number", time=None, error=True, closures=never)
-    refused(OptionError, "bf16, nvfp4 takes less than 0.500 of bf16's time, and the budget is 0.4: allow", time=0.4)
+    too_fast = "bf16, nvfp4 takes less than 0.500 of bf16's time, and the budget is 0.4: allow"
+    refused(OptionError, too_fast, time=0.4, closures=never)
+    refused(OptionError, "None is no closure: give a function that runs forward", closures=None)
+    refused(OptionError, "3 is no closure: give a function that runs forward", closures=[3])
+    refused(OptionError, "recipes = 'nvfp4': it is a list, as recipes=", recipes="nvfp4", closures=never)
+    refused(OptionError, "seconds = 3: it is a function of a layer's name and a recipe", seconds=3, closures=never)
+    refused(NumericsError, "tokens='x': it is a whole number from 1 on", tokens="x", closures=never)
+    refused(NumericsError, "tokens=0: it is a whole number from 1 on", tokens=0, closures=never)
     refused(OptionError, "fp8-delayed remembers earlier steps for fprop.x", recipes=["fp8-delayed"])
     refused(OptionError, "name one of h100", seconds=None)
     refused(OptionError, "gpu = 'h10'.*did you mean 'h100'", seconds=None, gpu="h10")
     plain = nn.Sequential(nn.LayerNorm(8))
     refused(NumericsError, "reaches no linear layer of Sequential", plain, lambda: plain(torch.ones(4, 8)).sum())
     refused(NumericsError, "the closures left no gradient", closures=[lambda: net(torch.ones(4, 64)).sum()])
+
+
+@pytest.mark.parametrize("factor", [0.0, math.nan, math.inf])
+@pytest.mark.parametrize("budget", [{"error": 0.1}, {"time": 0.9}])
+def test_gradients_that_no_error_can_be_measured_beside_are_refused_at_once(
+    factor: float, budget: dict[str, float]
+) -> None:
+    net, calls = model(), []
+
+    def closure() -> Tensor:
+        calls.append(factor)
+        loss: Tensor = net(torch.ones(4, 64)).square().mean() * factor
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    with pytest.raises(NumericsError, match=rf"the gradients have the length .*, and the loss is {factor:g}: no error"):
+        lpq.search(net, closure, recipes=["nvfp4"], seconds=exact_products, **budget)
+    assert calls == [factor]
+    assert not any(isinstance(module, lpq.nn.Layer) for module in net.modules())
