@@ -179,8 +179,8 @@ class Stat(Covering):
     round: Literal[1, 2] = 1
     """2: it is measured by ``Quantizer.measure_again``, once the statistics of round 1 are reduced over all ranks."""
     largest: bool = False
-    """Whether it is the largest magnitude of the elements that it covers, NaN if one of them is. A compiler that traces
-    measures such a statistic of the whole matrix in the pass that makes the matrix, without calling ``measure``."""
+    """Whether it is the largest magnitude of its elements, NaN if one of them is. A compiler that traces measures it of
+    a whole matrix itself, without ``measure``, and small second moments are raised to a share of it (``lpq.optim``)."""
 
     def __post_init__(self) -> None:
         _check_block(f"statistic {self.name!r}", self.block)

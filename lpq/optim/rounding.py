@@ -27,6 +27,12 @@ TWICE = 2.0
 ROWS, COLS = 256, 512
 LEAST = 40
 """Elements are tried down to this power of two below the largest of their block."""
+LOSES = "it loses small elements beside large ones"
+DECLARED = ", also where they are raised to a share of the amaxes that it declares: choose another format"
+UNDECLARED = (
+    ", and declares no amax to a share of which they could be raised: if it scales by the amaxes of blocks, "
+    "declare that statistic so, Stat(…, largest=True); else choose another format"
+)
 
 
 class LeastKept(NamedTuple):
@@ -62,7 +68,7 @@ def least_kept(quantizer: Quantizer, fall: float) -> LeastKept | str | None:
         quantizer: The quantizer of the row operand.
         fall: The factor by which a root falls in a step without a gradient.
     """
-    least = next(_that_keep(quantizer), "it loses small elements beside large ones")
+    least = next(_that_keep(quantizer), LOSES + (DECLARED if any(s.largest for s in quantizer.stats) else UNDECLARED))
     if isinstance(least, str):
         return least
     roots = rounded(quantizer, raised(_numbers().abs(), least))

@@ -38,7 +38,7 @@ AUTHOR = {
 
         @dataclass(frozen=True)
         class Int8Quantizer(Quantizer):
-            stats = (Stat("amax", block=(1, None)),)
+            stats = (Stat("amax", block=(1, None), largest=True),)
 
             def measure(self, x):
                 return {"amax": x.abs().amax(dim=1, keepdim=True).float()}
