@@ -35,6 +35,9 @@ from rich.progress import Progress
 import lpq
 from lpq.cli.runs import RECIPE
 from lpq.distributed.ranks import message
+from lpq.files.claim import LOCK, Claim, left_behind
+from lpq.files.disk import PARTIAL
+from lpq.files.errors import CheckpointError
 from lpq.kernels.table import ENVIRONMENT, allowed_by
 from lpq.registry.errors import LpqError
 from lpq.train import beside, data, loop, runs, trainings
@@ -56,6 +59,8 @@ PATIENCE = 0.2
 """Seconds between two looks at the clock."""
 SPARE = 0.1
 """In the last tenth of a time limit no training is begun: it would compile, and stop."""
+CLAIM = "comparing"
+"""The folder with the lock, beside the curves; it is there while trainings run."""
 DIGITS = 5
 """The digits after the point of a loss in a file of curves."""
 
@@ -87,11 +92,20 @@ def run(
     trainings.refuse_others(curves, config.training, config.out)
     trainings.refuse_other_text(curves, text.digest, config.out)
     _refuse_other_policies(curves, jobs)
+    _make(config.unfinished)
+    with nullcontext() if processes.rank else _only(config.out):
+        return _run(config, jobs, text, device, console, began, processes)
+
+
+def _run(
+    config: CompareConfig, jobs: Sequence[TrainingJob], text: data.Text, device: torch.device, console: Console,
+    began: float, processes: Processes,
+) -> list[Training]:  # fmt: skip
+    """``run``, once it is known that nothing forbids it."""
     todo = [job for job in jobs if not job.curve.exists()]
     for job in todo:
         if runs.is_run(Path(str(job.config.out))):
             runs.open_directory(replace(job.config, resume=True))
-    _make(config.unfinished)
     places = [config.training.device] if processes.many else _places(device, config, len(todo))
     steps, at_once = config.training.steps, len(places) * processes.size
     about_all = console if processes.rank == 0 else Console(quiet=True)
@@ -127,6 +141,25 @@ def _refuse_other_policies(curves: Sequence[Training], jobs: Sequence[TrainingJo
                 f"{training.title} is another recipe than the trainings that are there have: give it another name, "
                 f"or another directory with --out. Theirs is:\n{training.policy}"
             )
+
+
+@contextmanager
+def _only(out: Path) -> Iterator[None]:
+    """Be the only command that trains in this folder. When a process ends, however it ends, the folder is free."""
+    try:
+        claim = Claim.take(out / CLAIM)
+    except CheckpointError as error:
+        lock = out / f"{CLAIM}{PARTIAL}" / LOCK
+        if not lock.is_file() or left_behind(lock.parent):
+            raise
+        other = lock.read_text(encoding="utf-8").partition("\n")[0] or "another process"
+        raise TrainError(
+            f"{other} runs lpq compare in {out} at this moment: wait until it ends, or name another --out"
+        ) from error
+    try:
+        yield
+    finally:
+        claim.release()
 
 
 def _make(folder: Path) -> None:

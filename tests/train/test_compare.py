@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import signal
 from collections.abc import Callable
@@ -229,6 +230,31 @@ def test_a_folder_that_is_another_s_or_cannot_be_written_is_refused_at_once(
     with pytest.raises(TrainError, match=r"nothing can be kept in .*unfinished: File exists; name another --out"):
         compare.run(config, console)
     assert shown(console) == ""
+
+
+def test_of_two_commands_in_one_folder_the_second_is_refused_and_a_killed_one_is_not_in_the_way(
+    small: Make, console: Console
+) -> None:
+    config = small("mxfp8", limit=0.0)
+    reading, writing = os.pipe()
+    if not (other := os.fork()):
+        try:
+            with compare._only(config.out):
+                os.write(writing, b"taken")
+                signal.pause()
+        finally:
+            os._exit(1)
+    try:
+        assert os.read(reading, 5) == b"taken"
+        with pytest.raises(TrainError, match=rf"process {other} on .* runs lpq compare in .*out at this moment: wait"):
+            compare.run(config, console)
+        assert shown(console) == ""
+    finally:
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
+    assert [path.name for path in config.out.glob("*.partial")] == ["comparing.partial"]
+    assert compare.run(config, console) == []
+    assert not [*config.out.iterdir()]
 
 
 @pytest.mark.starts
