@@ -16,7 +16,6 @@ from pathlib import Path
 import costly
 import failing
 import pytest
-import torch
 from commit import commit
 from hypothesis import settings
 from support.commands import lpq_command
@@ -27,8 +26,6 @@ from lpq import registry
 __all__ = ["install", "lpq_command"]
 
 sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("distributed", "formats")]  # which others share
-from seeding import seed_the_cpu_alone  # noqa: E402  (from where it was just added)
-
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or each process compiles and loads a file to see
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # or it searches for garbage after each frame
 settings.register_profile("quick", max_examples=20, deadline=None)
@@ -38,7 +35,12 @@ settings.load_profile("quick")  # --hypothesis-profile=thorough takes its place
 
 def take_turns_on_gpus() -> None:
     """Let each worker count the GPUs from another one on: tests of one GPU all ask for the first."""
-    worker, count = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), torch.cuda.device_count()
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None:
+        return
+    import torch  # which the process that hands out tests has no need of
+
+    count = torch.cuda.device_count()
     if count > 1:
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
         first = int(worker.removeprefix("gw")) % count
@@ -90,6 +92,9 @@ def no_storm() -> Iterator[None]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    import torch
+    from seeding import seed_the_cpu_alone
+
     if not torch.cuda.is_available():
         seed_the_cpu_alone()
     patch = pytest.MonkeyPatch()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -19,6 +20,15 @@ THERE = torch
 def starts(function: Any) -> bool:
     assert isinstance(function, FunctionType)
     return costly.starts(function)
+
+
+def test_the_process_that_hands_out_tests_imports_no_torch() -> None:
+    """The processes that run tests start once it has imported these, which pytest takes as those of its folder."""
+    here = Path(__file__).parent
+    code = "import sys, conftest; sys.path.insert(0, 'testing'); del sys.modules['conftest']; import conftest"
+    command = [sys.executable, "-c", f"{code}; print(conftest.__file__, 'torch' in sys.modules)"]
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True)
+    assert done.stdout.split() == [str(here / "testing/conftest.py"), "False"], done.stderr
 
 
 def _runs() -> None:

@@ -9,14 +9,16 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from lpq import registry
-from lpq.core import Quantizer, Storage
 from lpq.registry import FormatSpec, hookimpl
 from lpq.registry.loader import GROUP, OWN
+
+if TYPE_CHECKING:
+    from lpq.core import Quantizer, Storage
 
 Install = Callable[[str, str, str], None]
 Place = tuple[str, str]

@@ -8,9 +8,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark each test as one that may compile, by the fixture below: ``costly.py`` does not see what that imports."""
+    item.add_marker("starts")
 
 
 @pytest.fixture(autouse=True)
@@ -23,5 +27,7 @@ def compiler_is_imported(request: pytest.FixtureRequest) -> None:
 
 @cache
 def _compile_once() -> None:
+    import torch  # which the process that hands out tests has no need of
+
     torch.compile(torch.sin, backend="aot_eager")(torch.ones(2))
     importlib.import_module("torch._inductor.compile_fx")
