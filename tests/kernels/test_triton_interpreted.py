@@ -23,8 +23,7 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param(("interpreted.py", "interpreted_quickly.py"), id="interpreted.py"),
-        pytest.param(("interpreted_sources.py",), id="interpreted_sources.py"),
+        pytest.param(("interpreted.py", "interpreted_quickly.py", "interpreted_sources.py"), id="interpreted.py"),
         pytest.param(("interpreted_norms.py",), id="interpreted_norms.py", marks=OLD),
     ],
 )
