@@ -69,7 +69,7 @@ def context() -> Any:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each would start processes that import torch
     if torch.cuda.is_available():
         return torch.multiprocessing.get_context("spawn")  # type: ignore[no-untyped-call]
-    multiprocessing.set_forkserver_preload([*IMPORTED, "preloaded"])
+    multiprocessing.set_forkserver_preload(["no_garbage", *IMPORTED, "preloaded"])
     with contextlib.chdir(Path(__file__).parent):  # it looks for that module in the folder where it starts
         multiprocessing.forkserver.ensure_running()
     return torch.multiprocessing.get_context("forkserver")  # type: ignore[no-untyped-call]

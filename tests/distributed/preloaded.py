@@ -44,4 +44,5 @@ with suppress(InductorError):  # as without a compiler of C++: the tests that co
     compile_once()
 gc.collect()
 gc.freeze()
+gc.enable()
 atexit.register(gc.unfreeze)  # libraries count what is left of theirs

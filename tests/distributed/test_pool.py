@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -80,6 +81,7 @@ def _each_group_has_one_thread(rank: int) -> None:
     assert _threads("pt_gloo_runloop") - threads == len(distributed_c10d._world.pg_map) - groups >= 2
     assert _threads("gloo_tcp_loop") == 1
     assert os.sched_getscheduler(0) == os.SCHED_BATCH or torch.cuda.is_available()
+    assert gc.isenabled()
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
