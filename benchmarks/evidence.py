@@ -89,10 +89,12 @@ def closed(found: Sequence[Training]) -> str:
     for title in ("nvfp4-pretrain", "nvfp4-last-blocks", "nvfp4-late-switch"):
         part = beside.closed(found, title, "nvfp4")
         if part is not None:
-            told.append(f"`{title}` closes {100 * part.share:.0f} % ± {100 * part.error:.0f} %")
+            told.append(f"`{title}` closes {100 * part.share:.0f} % ± {100 * part.half:.0f} %")
     gap = "the gap between `nvfp4` and bf16"
     return (
-        f"{' and '.join(told)} of {gap}; ± has two standard errors." if told else f"No policy is shown to close {gap}."
+        f"{' and '.join(told)} of {gap}; ± is half of the 95 % interval."
+        if told
+        else f"No policy is shown to close {gap}."
     )
 
 

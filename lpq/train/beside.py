@@ -9,18 +9,19 @@ from statistics import fmean, stdev
 
 from lpq.registry.errors import suggestion
 from lpq.train.errors import TrainOptionError
-from lpq.train.gaps import Gap, gaps
+from lpq.train.gaps import Gap, gaps, student
 from lpq.train.trainings import Training
 
 NARROW = 0.002
 """Two standard errors of a difference that would tell recipes apart."""
-COLUMNS = ("recipe", "seeds", "beside {}", "± 2 s.e.", "closes", "± 2 s.e.", f"seeds for {100 * NARROW:g} %")
+COLUMNS = ("recipe", "seeds", "beside {}", "± 95 %", "closes", "± 95 %", f"seeds for {100 * NARROW:g} %")
 """The columns of the table."""
 MEANING = (
-    "Beside {0}: by how much a loss is above the loss of {0} with the same seed; mean over the seeds, and two standard "
-    "errors of the mean. Closes: the part of the gap of {0} to the baseline that a recipe closes, over seeds that have "
-    "all three; 100 % has the loss of the baseline. Nothing stands there where the gap of {0} is within two standard "
-    "errors of 0. The last column: the seeds with which two standard errors of the difference would be that small."
+    "Beside {0}: by how much a loss is above the loss of {0} with the same seed; mean over the seeds. Closes: the part "
+    "of the gap of {0} to the baseline that a recipe closes, over seeds that have all three; 100 % has the loss of the "
+    "baseline. Nothing stands there where 0 is in the interval of the gap of {0}. ± 95 %: half of the interval by "
+    "Student's t for pairs, for each number alone. The last column: the seeds with which two standard errors of the "
+    "difference would be that small."
 )
 
 
@@ -42,25 +43,25 @@ class Closed:
     """The part of a recipe's gap to the baseline that another recipe closes."""
 
     share: float
-    error: float
-    """Two standard errors of it."""
+    half: float
+    """Half of its interval."""
 
 
 def closed(trainings: Sequence[Training], title: str, of: str) -> Closed | None:
-    """How much of the gap of the recipe ``of`` another recipe closes; None where ``of`` has no gap that two standard
-    errors tell from 0, or fewer than two seeds have all three."""
+    """How much of the gap of the recipe ``of`` another recipe closes; None where ``of`` is not shown to have a gap, or
+    fewer than two seeds have all three."""
     triples = list(_triples(trainings, title, of))
     if len(triples) < 2:
         return None
     gap = [b / base - 1 for base, b, _ in triples]
     rest = [a / base - 1 for base, _, a in triples]
-    mean, root = fmean(gap), math.sqrt(len(triples))
-    if mean <= 2 * stdev(gap) / root:
+    mean, errors = fmean(gap), student(len(triples) - 1) / math.sqrt(len(triples))
+    if mean <= errors * stdev(gap):
         return None
     share = 1 - fmean(rest) / mean
     # The error of a ratio of two means, of what is left and of the gap, to the first order.
-    error = 2 * stdev(a - (1 - share) * b for a, b in zip(rest, gap, strict=True)) / root / mean
-    return Closed(share, error)
+    half = errors * stdev(a - (1 - share) * b for a, b in zip(rest, gap, strict=True)) / mean
+    return Closed(share, half)
 
 
 def _triples(trainings: Sequence[Training], title: str, of: str) -> Iterator[tuple[float, float, float]]:
@@ -79,11 +80,11 @@ def rows(trainings: Sequence[Training], of: str) -> list[tuple[str, ...]]:
     cells = []
     for gap in beside(trainings, of)[1:]:
         difference = ["", "", ""] if gap.mean is None else [f"{100 * gap.mean:+.2f} %", "", ""]
-        if gap.spread is not None:
-            difference[1] = f"{200 * gap.spread / math.sqrt(gap.seeds):.2f} %"
+        if gap.spread is not None and gap.half is not None:
+            difference[1] = f"{100 * gap.half:.2f} %"
             difference[2] = str(max(2, math.ceil((2 * gap.spread / NARROW) ** 2)))
         part = None if gap.title in baselines else closed(trainings, gap.title, of)
-        shares = ("", "") if part is None else (f"{100 * part.share:.0f} %", f"{100 * part.error:.0f} %")
+        shares = ("", "") if part is None else (f"{100 * part.share:.0f} %", f"{100 * part.half:.0f} %")
         cells.append((gap.title, str(gap.seeds), *difference[:2], *shares, difference[2]))
     return cells
 

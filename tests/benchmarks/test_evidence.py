@@ -11,7 +11,7 @@ import lpq
 from benchmarks import evidence, widened
 from benchmarks.searched import STUDIES
 from lpq.registry import shipped
-from lpq.train import gaps
+from lpq.train import beside, gaps
 
 FOUND = evidence.read()
 
@@ -84,6 +84,35 @@ def test_the_page_tells_the_gaps_of_each_seed() -> None:
     closed = [1 - late / never for late, never in zip(apart["nvfp4-late-switch"], apart["nvfp4"], strict=True)]
     first, second = (f"{100 * share:.0f}" for share in closed)
     assert f"so closed {first} and {second} % of the gap" in page
+
+
+def test_sentences_have_the_intervals_of_the_tables() -> None:
+    def pages(*names: str) -> str:
+        return " ".join(" ".join((evidence.DOCS / name).read_text(encoding="utf-8").split()) for name in names)
+
+    def share(folder: str, title: str, seeds: int = 1000) -> str:
+        part = beside.closed([t for t in FOUND[folder] if t.seed < seeds], title, "nvfp4")
+        assert part is not None
+        return f"{100 * part.share:.0f} % ± {100 * part.half:.0f} %"
+
+    def less(first: int, last: int) -> str:
+        found = beside.beside([t for t in FOUND["oscillation"] if first <= t.seed < last], "nvfp4")
+        (one,) = (gap for gap in found if gap.title == "nvfp4 with resets")
+        assert one.mean is not None
+        assert one.half is not None
+        return f"{-100 * one.mean:.2f} % ± {100 * one.half:.2f} %"
+
+    page = pages("evidence.md")
+    assert f"the first have {less(0, 8)} less loss with resets, and the others {less(8, 16)} (half of the 95 %" in page
+    assert f"`nvfp4-last-blocks` would close {share('h200-5m', 'nvfp4-last-blocks', 22)}." in page
+    numerics = pages("numerics.md")
+    assert f"`nvfp4-fwd-bf16-bwd` closes {share('toy-others', 'nvfp4-fwd-bf16-bwd')}]" in numerics
+    assert f"`nvfp4-late-switch` closes {share('h200-5m', 'nvfp4-late-switch')}]" in numerics
+    assert f"closed {share('oscillation', 'nvfp4 with resets')} of NVFP4's gap" in numerics
+    for name in ("choose.md", "policies.md"):
+        assert f"`nvfp4-last-blocks` closes {share('h200-5m', 'nvfp4-last-blocks')}]" in pages(name)
+        assert f"`nvfp4-pretrain` closes {share('h100-5m', 'nvfp4-pretrain')}]" in pages(name)
+    assert "s.e." not in page
 
 
 def test_a_searched_policy_is_beside_every_recipe_that_is_as_fast() -> None:

@@ -376,16 +376,20 @@ def test_recipes_beside_another_one_and_the_part_of_its_gap_that_they_close() ->
     drawn = torch.randint(4, (20_000, 4), generator=torch.Generator().manual_seed(0))
     means = [torch.tensor(each, dtype=torch.float64)[drawn].mean(1) for each in (left, gap)]
     spread = float((1 - means[0] / means[1]).std()) * (4 / 3) ** 0.5  # which a sample of four has too little of
-    assert half.error == pytest.approx(2 * spread, rel=0.1)
+    assert half.half == pytest.approx(gaps.student(3) * spread, rel=0.1)
     assert nothing_left == beside.Closed(1.0, 0.0)
     assert beside.closed(found, "alone", "nvfp4") is None
     assert beside.closed(found, "nvfp4", "all") is None, "which has no gap to close"
+    two = [t for t in found if t.seed < 2]
+    assert {gap.title: gap.verdict for gap in gaps.gaps(two)}["nvfp4"] == "nothing"
+    assert beside.closed(two, "half", "nvfp4") is None, "two seeds do not show a gap"
     rows = {row[0]: row for row in beside.rows(found, "nvfp4")}
     assert list(rows) == ["all", "bf16", "alone", "half"]
-    assert rows["half"] == ("half", "4", "-1.03 %", "0.23 %", "50 %", "5 %", "6")
+    assert rows["half"] == ("half", "4", "-1.03 %", "0.37 %", "50 %", "9 %", "6")
     assert rows["bf16"][4:6] == ("", "")
     assert beside.rows(found, "mxfp8") == []
     (gap_of_half,) = (g for g in beside.beside(found, "nvfp4") if g.title == "half")
+    assert rows["half"][3] == gap_of_half.cells()[4], "as in the main table"
     differences = [(1 + one) / (1 + g) - 1 for one, g in zip(left, gap, strict=True)]
     assert gap_of_half.mean == pytest.approx(sum(differences) / 4)
 
