@@ -5,10 +5,15 @@ A first moment must not come back larger than twice what it was. A second moment
 smaller than half of what it was, and never as zero: ``raised`` lifts the elements that the format would lose to the
 least share of their block that it keeps. And a second moment that falls slowly must fall: where scales are powers of
 two, an element that is rounded to the nearest stays what it is, for ever.
+
+Beside a larger element of its block, an element that changes by less than half a step of the format in each step of the
+optimizer stays what it is in any format. So a second moment may stay too small, by a factor that follows from that half
+step: ``cautions`` has words for formats in which it is large, and for first moments that do not fall.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
@@ -27,6 +32,10 @@ TWICE = 2.0
 ROWS, COLS = 256, 512
 LEAST = 40
 """Elements are tried down to this power of two below the largest of their block."""
+RISE = 1 + 2**-4
+"""How much a root has to grow in a format of three bits of mantissa until it is stored larger. More is warned of."""
+SPAN = 13
+"""Elements that change beside a larger one are tried down to this power of two below it."""
 LOSES = "it loses small elements beside large ones"
 DECLARED = ", also where they are raised to a share of the amaxes that it declares: choose another format"
 UNDECLARED = (
@@ -90,6 +99,67 @@ def _that_keep(quantizer: Quantizer) -> Iterator[LeastKept | None]:
     for least in candidates:
         if bool((rounded(quantizer, raised(x, least)) * TWICE >= x).all()):
             yield least
+
+
+@cache
+def rise(quantizer: Quantizer, least: LeastKept | None) -> float:
+    """How much a root has to grow, beside a larger one of its block, until it is stored larger, at the most."""
+    low, high = 1.0, TWICE
+    for _ in range(14):
+        factor = (low + high) / 2
+        low, high = (factor, high) if stays(quantizer, factor, least) else (low, factor)
+    return high
+
+
+def stays(quantizer: Quantizer, factor: float, least: LeastKept | None = None) -> bool:
+    """Whether an element that changes by this factor, beside a larger one that does not, may be stored as it was."""
+    sizes, drawn = torch.rand(2, ROWS // 4, COLS, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    x = (-SPAN * sizes).exp2()
+    before = rounded(quantizer, raised(x, least))
+    chosen = (drawn < 0.25) & (x < 0.5) & (before > 0)
+    after = rounded(quantizer, raised(torch.where(chosen, before * factor, before), least))
+    return bool((after <= before if factor > 1 else after >= before)[chosen].any())
+
+
+def too_large(grown: float, fall: float) -> float:
+    """How many times too large the updates by steady gradients may stay, where a root is stored as it was until it has
+    ``grown``: the gradient is then the largest that leaves it there. ``fall`` is below 1."""
+    return math.sqrt((grown**2 - fall**2) / (1 - fall**2)) / grown
+
+
+def cautions(quantizer: Quantizer, second: bool, fall: float, least: LeastKept | None, divided: bool) -> str | None:
+    """The harm that a format may do to a state, though it is taken, and the remedy, in words; None if there is none.
+
+    Args:
+        quantizer: The quantizer of the row operand.
+        second: Whether the state is a second moment.
+        fall: The factor by which it, or its root, falls in a step without a gradient.
+        least: The least roots that the format keeps.
+        divided: Whether the optimizer has a second moment, by which this state is divided.
+    """
+    if not second:
+        if not divided or fall >= 1 or not stays(quantizer, fall):
+            return None
+        return (
+            f"in which an element beside a larger one of its block may not fall by a factor of {fall:.3g}: without a "
+            "gradient its weight moves on, by more in each step as its second moment falls. Choose a finer format, or "
+            "none for this state"
+        )
+    told: list[str] = []
+    if least is not None and least.stat.of_all:
+        told.append(
+            f"which keeps one range for a whole tensor: a root below {least.share:.3g} of the largest in its tensor is "
+            "stored as that, so its weight moves slowly"
+        )
+    grown = rise(quantizer, least)
+    if grown > RISE + 1e-3:
+        times = f"{too_large(grown, fall):.3g} times " if fall < 1 else ""
+        told.append(
+            "in which a root beside a larger one of its block is stored as it was until it has grown by a factor of "
+            f"{grown:.3g}: where a gradient grows for good, updates may stay {times}too large"
+        )
+    remedy = "Choose a format of blocks with scales in fp32, for each row or smaller blocks, and three bits of mantissa"
+    return f"{', and '.join(told)}. {remedy}" if told else None
 
 
 def root_of(x: Tensor) -> Tensor:

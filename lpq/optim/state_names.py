@@ -25,7 +25,7 @@ class StateKind(NamedTuple):
     second: bool
     """Whether it is a second moment: positive, whatever the sign of the gradient."""
     fall: float
-    """The factor by which the root of a second moment falls in a step without a gradient."""
+    """The factor by which it falls in a step without a gradient; of a second moment the factor of its root."""
     like: bool
     """Whether it has the shape of its parameter."""
 
@@ -57,8 +57,8 @@ def _tried(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) 
     kinds: dict[str, StateKind] = {}
     for name, first in up.items():
         second = all(bool((x >= 0).all()) and bool((x > 0).any()) for x in (first[0], down[name][0]))
-        fall = float((first[1] / first[0]).max().sqrt()) if second else 1.0
-        kinds[name] = StateKind(second, fall, first[0].shape == param.shape)
+        ratio = (first[1] / first[0]).abs().nan_to_num(1.0).max()
+        kinds[name] = StateKind(second, float(ratio.sqrt() if second else ratio), first[0].shape == param.shape)
     return kinds
 
 

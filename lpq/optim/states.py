@@ -31,7 +31,7 @@ from lpq.operations.inputs import DTYPES, as_matrix
 from lpq.operations.reduce_statistics import reduce_max
 from lpq.optim import adamw
 from lpq.optim.masters import MasterWeights
-from lpq.optim.rounding import LeastKept, least_kept, raised, root_of, why_not
+from lpq.optim.rounding import LeastKept, cautions, least_kept, raised, root_of, why_not
 from lpq.optim.state_names import states_of
 from lpq.optim.stored_size import LEAST, is_large, why_stays
 from lpq.optim.wrapper import Wrapper
@@ -307,14 +307,11 @@ def _forms(optimizer: Optimizer, formats: dict[str, str | Quantizer]) -> dict[st
         second = kinds[name].second
         with torch.device("cpu"):
             safe = why_not(quantizer) or (least_kept(quantizer, kinds[name].fall) if second else None)
-        if isinstance(safe, str):
-            raise OptionError(f"QuantizedStates cannot store {name} of {kind} as {quantizer}: {safe}")
-        if safe is not None and safe.stat.of_all:
-            warn(
-                f"QuantizedStates stores {name} of {kind} as {quantizer}, which keeps one range for a whole "
-                f"tensor: a root below {safe.share:.3g} of the largest in its tensor is stored as that, so its weight "
-                "moves slowly. Choose a format of blocks with scales in fp32, for each row or smaller blocks"
-            )
+            if isinstance(safe, str):
+                raise OptionError(f"QuantizedStates cannot store {name} of {kind} as {quantizer}: {safe}")
+            caution = cautions(quantizer, second, kinds[name].fall, safe, any(k.second for k in kinds.values()))
+        if caution is not None:
+            warn(f"QuantizedStates stores {name} of {kind} as {quantizer}, {caution}")
         forms[name] = StateForm(quantizer, second, safe, f"{name}_{ROOT}" if second else name, kinds[name].like)
     return forms
 

@@ -8,7 +8,6 @@ import pickle
 import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,7 +122,7 @@ def test_a_format_with_one_range_for_a_tensor_warns_as_that_of_second_moments() 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for text in (SECOND, "fp8(scaling=row)"):
-            QuantizedStates(AdamW(_params()), exp_avg="nvfp4", exp_avg_sq=text)
+            QuantizedStates(AdamW(_params()), exp_avg=FIRST, exp_avg_sq=text)
 
 
 def test_masters_report_what_is_stored_and_what_states_take() -> None:
@@ -217,14 +216,14 @@ def test_states_of_sparse_gradients_stay() -> None:
 # ---------------------------------------------------------------------------------- second moments
 
 
-def _update(state: dict[str, Any], formats: dict[str, str]) -> Tensor:
-    """The update of a step without a gradient from this state."""
+def _update(state: dict[str, Any], formats: dict[str, str], gradient: Tensor | None = None) -> Tensor:
+    """The update of a step from this state, without a gradient or with one."""
     p = nn.Parameter(torch.zeros(state["exp_avg"].shape))
     plain = AdamW([p], lr=1.0, weight_decay=0.0)
     optimizer = QuantizedStates(plain, least=1, **formats) if formats else plain
     groups = plain.state_dict()["param_groups"]
     optimizer.load_state_dict(copy.deepcopy({"state": {0: state}, "param_groups": groups}))
-    p.grad = torch.zeros_like(p)
+    p.grad = torch.zeros_like(p) if gradient is None else gradient
     optimizer.step()
     return p.detach().abs()
 
@@ -244,14 +243,17 @@ def _moments(draw: st.DrawFn) -> dict[str, Any]:
 
 @given(_moments(), st.sampled_from([*QUANTIZERS, SECOND, "fp8(scaling=block, pow2=false, dtype=e5m2)"]))
 def test_no_update_is_more_than_four_times_the_exact_one(state: dict[str, Any], text: str) -> None:
-    """Whatever the format: twice by the first moment, and twice by the root of the second."""
-    exact = _update(state, {})
-    for formats in ({"exp_avg": text, "exp_avg_sq": text}, {"exp_avg": text, "exp_avg_sq": SECOND}):
-        try:
-            found = _update(state, formats)
-        except OptionError:
-            continue  # formats that round otherwise are refused
-        assert bool((found <= exact * 4 * (1 + 1e-5)).all()), formats
+    """Whatever the format: twice by the first moment, and twice by the root of the second. Momentum and gradient may
+    cancel in the exact update, so it is compared with the one where both have the same sign."""
+    moved = torch.randn(state["exp_avg"].shape, generator=torch.Generator().manual_seed(0)) * state["exp_avg"]
+    for gradient in (torch.zeros_like(moved), moved):
+        exact = _update({**state, "exp_avg": state["exp_avg"].abs()}, {}, gradient.abs())
+        for formats in ({"exp_avg": text, "exp_avg_sq": text}, {"exp_avg": text, "exp_avg_sq": SECOND}):
+            try:
+                found = _update(state, formats, gradient)
+            except OptionError:
+                continue  # formats that round otherwise are refused
+            assert bool((found <= exact * 4 * (1 + 1e-5)).all()), formats
 
 
 def test_an_update_would_be_more_if_lost_elements_were_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,29 +274,6 @@ def test_a_second_moment_falls_without_a_gradient() -> None:
         params[0].grad = torch.zeros(32, 128)
         optimizer.step()
     torch.testing.assert_close(optimizer.state[params[0]]["exp_avg_sq_root"].dequantize(), root * 0.999**25)
-
-
-def test_updates_stay_large_where_a_second_moment_rises_by_less_than_half_a_step() -> None:
-    """The page has the numbers: the first element stays the largest of the block, and the others grow."""
-    before = torch.full((1, 128), 0.01).index_fill(1, torch.tensor(0), 1.0)
-    after = before * torch.where(before < 1, 8.0, 1.0)
-
-    def last_update(beta: float, formats: dict[str, str]) -> float:
-        p = nn.Parameter(torch.zeros(1, 128))
-        optimizer: Optimizer = AdamW([p], lr=1.0, weight_decay=0.0, betas=(0.9, beta))
-        optimizer = QuantizedStates(optimizer, least=1, **formats) if formats else optimizer
-        state = {"step": torch.tensor(10_000.0), "exp_avg": before.clone(), "exp_avg_sq": before.square()}
-        groups = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": {0: state}, "param_groups": groups})
-        for _ in range(1000):
-            p.grad, old = after.clone(), p.detach().clone()
-            optimizer.step()
-        return (old - p.detach())[0, 1].item()
-
-    times = [f"{last_update(beta, ADAM) / last_update(beta, {}):.1f} times" for beta in (0.999, 0.95)]
-    page = " ".join((Path(__file__).parents[2] / "docs" / "optimizer-states.md").read_text().split())
-    said = f"{times[0]} as large as with fp32 states with `betas=(0.9, 0.999)`, and {times[1]} with `betas=(0.9, 0.95)`"
-    assert said in page
 
 
 # ---------------------------------------------------------------------------------- refusals
