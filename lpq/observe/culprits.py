@@ -25,6 +25,7 @@ from lpq.observe.course import Course
 from lpq.observe.gradient_error import GradientError, OverRanks, Parts
 from lpq.observe.readings import NumericsError, check_number, check_whole
 from lpq.observe.replay import Before, Closure, Replay, gradient_norm
+from lpq.observe.sums import ITSELF
 from lpq.recipes import Gemm, Recipe, RecipeError
 from lpq.recipes.gemms import GEMMS, OPERANDS
 from lpq.registry.showing import Readable, brief
@@ -47,7 +48,7 @@ class Culprit:
     @property
     def name(self) -> str:
         """The layer and the part."""
-        return f"{self.layer or 'the model itself'} {self.part}".rstrip()
+        return f"{self.layer or ITSELF} {self.part}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -64,28 +65,48 @@ class Culprits(Readable):
     """The mean over the ranks that share the model."""
     loss_in_bf16: float
     replays: bool | None
-    """Whether the replay gave the gradients of the step to the bit; None: there were none to compare with."""
+    """Whether the replay gave the gradients of the step to the bit; None: there were none to compare with. A replay
+    runs eagerly: it rounds otherwise in some places than a step that ran compiled."""
     off_in_bf16: str | None = None
     """Why the step is off its course in bf16 as well: then no layer was looked for. None: it is not, or no course was
     given."""
+    had_before: bool = False
+    """Whether ``before=`` was given."""
 
     def promote(self, model: nn.Module, *, until: int) -> None:
         """Have rules of the model's policy give the layers in ``found`` to bf16 before a step; see
         ``lpq.nn.stepping.promote``. The loop calls ``lpq.set_step`` in each step."""
+        check_model(model)
         check_whole("promote", 1, until=until)
         layers = {plain_name(name): m for name, m in model.named_modules() if isinstance(m, StatefulLayer)}
+        for one in self.found:
+            if one.layer not in layers:
+                raise NumericsError(
+                    f"promote: {type(model).__name__} has no layer {one.layer!r}, which was found: give the model "
+                    "whose step was replayed"
+                )
+            stages = layers[one.layer].model.stages
+            if stages is not None and stages.was_set and until <= stages.step:
+                raise NumericsError(
+                    f"promote: until={until}: the model is at step {stages.step} already, so the rules would never "
+                    "hold: give a later step, as lpq.set_step counts them"
+                )
         promote(model, {layers[one.layer]: one.recipe for one in self.found}, until=until)
 
     def __str__(self) -> str:
         """A table for people to read."""
         lines = [f"loss {self.loss:.6g}, in bf16 {self.loss_in_bf16:.6g}; error of the gradients {self.error:.3g}"]
         if self.replays is False:
-            lines.append("the replay gave other gradients than the step: pass before=, made where the step began")
+            remedy = "" if self.had_before else "pass before=, made where the step began; "
+            lines.append(
+                f"the replay gave other gradients than the step: {remedy}bits differ where the step ran compiled, as a "
+                "replay runs eagerly, or added to gradients from before it"
+            )
         if self.off_in_bf16 is not None:
             in_words = "in bf16 the step is off its course as well: no layer's format is the cause"
             return "\n".join([*lines, f"{in_words} ({self.off_in_bf16})"])
         for one in self.found:
-            lines.append(f"{one.moved:7.1%}  {one.layer or 'the model itself'}")
+            lines.append(f"{one.moved:7.1%}  {one.layer or ITSELF}")
             lines += [f"{part.moved:7.1%}    {part.part}" for part in self.parts if part.layer == one.layer]
         return "\n".join(lines if self.found else [*lines, "no layer by itself moves the gradients towards bf16"])
 
@@ -116,6 +137,11 @@ def culprits(
         replays: The most replays in the search for layers.
     """
     check_model(model)
+    if not callable(closure):
+        raise NumericsError(
+            f"culprits: closure={brief(closure)}: it is a function that runs forward and backward of the step's batch, "
+            "and returns the loss"
+        )
     if not isinstance(before, Before | None):
         raise NumericsError(f"culprits: before={brief(before)}: it is lpq.observe.Before(model), or None")
     check_search("culprits", course, most=most, least=least, replays=replays)
@@ -153,7 +179,7 @@ def culprits(
             for layer, _ in layers
             for part, how, recipe in _parts(layer, replay.layers[layer], moved)
         ]
-    return Culprits(tuple(layer_culprits), tuple(parts), start, loss, error.loss, same, off)
+    return Culprits(tuple(layer_culprits), tuple(parts), start, loss, error.loss, same, off, before is not None)
 
 
 def check_search(owner: str, course: object, *, most: object, least: object, replays: object) -> None:

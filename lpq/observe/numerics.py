@@ -35,7 +35,7 @@ from lpq.observe.sums import SUMS, Reading, reading_of
 from lpq.operations.reduce_statistics import reduce_sum
 from lpq.recipes.gemms import TENSORS
 from lpq.recipes.globs import matches
-from lpq.registry.showing import listed
+from lpq.registry.showing import brief, listed
 from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.observed import Observed
@@ -105,7 +105,12 @@ def numerics(
     check_model(model)
     check_whole("numerics", 1, every=every, rows=rows)
     check_whole("numerics", 0, step=step)
-    names = _names_of(model, [layers] if isinstance(layers, str) else [*layers])
+    patterns = [layers] if isinstance(layers, str) else [*layers] if isinstance(layers, Sequence) else []
+    if not patterns or not all(isinstance(one, str) for one in patterns):
+        raise NumericsError(
+            f"numerics: layers={brief(layers)}: it is a pattern for the names of layers, as 'blocks.0.*', or several"
+        )
+    names = _names_of(model, patterns)
     ranks = Ranks.of(process_group, is_shared(model), "watches")
     other = None if what_if is None else recipes.recipe(what_if)
     options = f"every={every}, rows={rows}, step={step}, what_if={other and other.text}"
@@ -137,6 +142,8 @@ class Numerics(Readings):
         self._pending: list[StepSums] = []
         self._now: dict[int, TensorSums] | None = None
         """The sums of the step that is under way, by the first slot of a tensor."""
+        self._is_open = False
+        """Whether a step is under way."""
         self._any_tensor = False
         """Whether a layer has told of a tensor in this step."""
         self._inputs: dict[tuple[int, int | None, str], tuple[object, Tokens, Tensor]] = {}
@@ -147,6 +154,20 @@ class Numerics(Readings):
     def step(self) -> Iterator[None]:
         """Run a step of the training inside: forward, backward, and the optimizer's step if you like. Steps in which
         statistics are taken run eagerly, also where the model is compiled."""
+        if self._is_open:
+            raise NumericsError(
+                f"step() of numerics: step {self.number} is under way already: enter it once around each step; another "
+                "lpq.observe.numerics may be entered within"
+            )
+        self._is_open = True
+        try:
+            with self._step():
+                yield
+        finally:
+            self._is_open = False
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
         if self.number % self.every:
             yield
             self.number += 1

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
-from lpq.observe.sums import Reading, noise_order
+from lpq.observe.sums import Reading, named, noise_order
 from lpq.observe.table import COLUMNS, cells
 from lpq.registry.showing import printable
 
@@ -35,7 +35,7 @@ td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 9rem }
 section { background: var(--card); border: 1px solid var(--line); border-radius: .5rem; padding: .7rem; min-width: 0 }
 svg { display: block; width: 100%; height: auto; margin-top: .3rem }
 text { fill: var(--soft); font: 9px system-ui, sans-serif } .axis { stroke: var(--line); stroke-width: 1 }
-.key span { display: inline-block; margin-right: .9rem; white-space: nowrap }
+.key span { display: inline-block; margin-right: .9rem }
 .key i { display: inline-block; width: 1.4rem; border-top: 3px solid; vertical-align: middle; margin-right: .3rem }
 """
 
@@ -93,9 +93,8 @@ def _table(worst: Sequence[Reading], step: int) -> str:
 def _card(
     layer: str, recipe: str, readings: Sequence[Reading], ranges: dict[str, tuple[float, float]], steps: tuple[int, int]
 ) -> str:
-    title = f"{layer} if {recipe}" if recipe else layer
     charts = "".join(_chart(chart, readings, ranges[chart.field], steps) for chart in CHARTS)
-    return f"<section><h2>{escape(printable(title))}</h2>{charts}</section>"
+    return f"<section><h2>{escape(printable(named(layer, recipe)))}</h2>{charts}</section>"
 
 
 def _value(chart: Chart, reading: Reading) -> float | None:

@@ -41,7 +41,11 @@ class Readings(Readable):
     def __init__(self, read: Iterable[Reading] = (), first: int = 0) -> None:
         """``first``: the number of the step from which on they are the run's own; earlier ones are in its file."""
         self._all = [*read]
-        self._first, self._lines_in_file = first, 0
+        self._first = first
+        self._written: dict[Path, tuple[int, int]] = {}
+        """How many readings each file has, and its size then."""
+        self._shown: dict[Path, int] = {}
+        """How many readings each directory for TensorBoard has."""
 
     @classmethod
     def read(cls, path: str | Path) -> Readings:
@@ -85,18 +89,23 @@ class Readings(Readable):
         return table(self.worst(), most or None)
 
     def write(self, path: str | Path) -> None:
-        """Write a line of JSON for each reading. The first call writes the file, but for the lines of the steps before
-        a resumed run; later ones add to it."""
-        readings, path = self.readings(), Path(path)
+        """Write a line of JSON for each reading, to each path all of them. The first call for a path writes the file
+        anew, but for the lines of the steps before a resumed run; later ones add to it, or write it anew where somebody
+        else has changed it. What is no file of readings is refused."""
+        readings, path = self.readings(), Path(path).absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not self._lines_in_file:
+        count, size = self._written.get(path, (0, -1))
+        if path.is_file() and path.stat().st_size == size:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(_lines(readings[count:]))
+        elif path.exists() and not path.is_file():
+            raise NumericsError(f"{path} is no file: write statistics to a file, as to numerics.jsonl in it")
+        else:
             old = [one for one in Readings.read(path).readings() if one.step < self._first] if path.is_file() else []
             part = path.with_name(path.name + ".part")
-            part.write_text(_lines(old), encoding="utf-8")
+            part.write_text(_lines([*old, *readings]), encoding="utf-8")
             os.replace(part, path)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(_lines(readings[self._lines_in_file :]))
-        self._lines_in_file = len(readings)
+        self._written[path] = len(readings), path.stat().st_size
 
     def page(self, path: str | Path) -> None:
         """Write one page of HTML with a chart of each layer over time. It asks for nothing from outside."""
@@ -107,15 +116,18 @@ class Readings(Readable):
         path.write_text(page(self.readings()), encoding="utf-8")
 
     def tensorboard(self, directory: str | Path) -> None:
-        """Write all readings to a directory for TensorBoard, which must be installed."""
+        """Write the readings to a directory for TensorBoard, which must be installed: those that are new since the last
+        call for this directory."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise NumericsError("TensorBoard is not installed: pip install tensorboard") from error
+        readings, directory = self.readings(), Path(directory).absolute()
         with SummaryWriter(str(directory)) as writer:
-            for one in self.readings():
+            for one in readings[self._shown.get(directory, 0) :]:
                 for name, value in one.numbers().items():
                     writer.add_scalar(f"{name}/{one.title}", value, one.step)
+        self._shown[directory] = len(readings)
 
 
 def _lines(readings: Iterable[Reading]) -> str:

@@ -19,6 +19,8 @@ SUMS = (
 """Names of the sums. ``lost`` has the elements that become 0, and ``flushed_error`` their squares. ``scale_error`` is
 the error of the others less the error that they would have if scales were not rounded; it is NaN where the format does
 not say what it would store then. So is ``saturated`` where it is not known."""
+ITSELF = "the model itself"
+"""The name of a layer that is the model."""
 EXPONENT = 0x7F800000
 """The bits of an fp32 number that make a power of two."""
 
@@ -118,7 +120,7 @@ class Reading:
     @property
     def title(self) -> str:
         """The layer and the operand, and the other recipe that is asked about."""
-        return f"{self.layer}.{self.operand}" + (f" if {self.recipe}" if self.recipe else "")
+        return named(f"{self.layer or ITSELF}.{self.operand}", self.recipe)
 
     def numbers(self) -> dict[str, float]:
         """The numbers that are known, by their names."""
@@ -127,6 +129,11 @@ class Reading:
     def as_dict(self) -> dict[str, Any]:
         """Plain data, without what is not known."""
         return {name: value for name, value in vars(self).items() if value is not None and value != ""}
+
+
+def named(layer: str, recipe: str) -> str:
+    """The name of a layer for people to read, with the other recipe that is asked about."""
+    return (layer or ITSELF) + (f" if {recipe}" if recipe else "")
 
 
 def decibels(signal: float, noise: float) -> float | None:

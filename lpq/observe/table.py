@@ -10,7 +10,7 @@ import torch
 
 from lpq import registry
 from lpq.formats.format import Quantizer
-from lpq.observe.sums import Reading, decibels
+from lpq.observe.sums import Reading, decibels, named
 from lpq.operations.decoding import decode
 from lpq.operations.operands import encode_operands
 from lpq.registry.tables import drawn
@@ -45,9 +45,8 @@ def cells(one: Reading) -> list[str]:
     normal = None if not one.format or one.tensor == "dw" else normal_snr(one.format)
     parts = (one.error_scale, one.error_flushed, one.error_grid)
     shares = "/".join("–" if part is None else str(round(100 * part)) for part in parts)
-    name = f"{one.layer} if {one.recipe}" if one.recipe else one.layer
     return [
-        name, one.operand, _number(one.snr_db, "{:.1f}"), _number(normal, "{:.1f}"),
+        named(one.layer, one.recipe), one.operand, _number(one.snr_db, "{:.1f}"), _number(normal, "{:.1f}"),
         _number(one.flushed, "{:.2%}"), _number(one.saturated, "{:.2%}"), "" if one.error_grid is None else shares,
         _number(one.shrinkage, "{:+.2%}"), _number(one.amax_over_rms, "{:.1f}"), one.format,
     ]  # fmt: skip
