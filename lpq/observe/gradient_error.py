@@ -60,9 +60,12 @@ class GradientError:
         return self.between([replay.run(parts)[1] for replay in self._replays])
 
     def between(self, runs: Sequence[Sequence[Tensor]]) -> float:
-        """Return the error of the gradients of each replay; infinite where they are not finite."""
+        """Return the error of the gradients of each replay: infinite where they are not finite, and where only the
+        exact ones are all 0."""
         pairs = zip(_mean(runs), self._exact, strict=True)
         value = self._ranks.sum([(a.double() - b.double()).square().sum() for a, b in pairs])
+        if value == 0:
+            return 0.0
         return math.sqrt(value) / self.size if math.isfinite(value) and self.size else math.inf
 
 

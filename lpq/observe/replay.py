@@ -20,6 +20,7 @@ from lpq.nn.stateful_layer import StatefulLayer, give_recipes
 from lpq.observe.readings import NumericsError
 from lpq.observe.sharing import device_of
 from lpq.recipes import Recipe
+from lpq.registry.showing import brief
 from lpq.torch_private.tensors import local_part
 
 Closure = Callable[[], Any]
@@ -50,6 +51,7 @@ class Before:
 
     def __init__(self, model: nn.Module) -> None:
         check_model(model)
+        self.layers = {m for m in model.modules() if isinstance(m, StatefulLayer)}
         devices = {device_of(p) for p in model.parameters()}
         self._gpus = [device for device in devices if device.type == "cuda"]
         self._bits = self.bits()
@@ -88,6 +90,11 @@ class Replay:
 
     def __init__(self, model: nn.Module, closure: Closure, before: Before | None) -> None:
         self._closure, self._before = closure, Before(model) if before is None else before
+        if not self._before.layers >= {m for m in model.modules() if isinstance(m, StatefulLayer)}:
+            raise NumericsError(
+                f"before= is of another model than {type(model).__name__}, or of this one before its layers were "
+                "replaced: make lpq.observe.Before(model) where the step begins"
+            )
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self.layers = {m: m.recipe for m in model.modules() if isinstance(m, StatefulLayer) and m.recipe is not None}
         """The layers that have a recipe, with these."""
@@ -125,8 +132,11 @@ class Replay:
             loss = self._closure()
         zero = torch.zeros(())
         gradients = [zero if p.grad is None else local_part(p.grad).detach().clone() for p in self._parameters]
-        if not isinstance(loss, (Tensor, int, float)):
-            raise NumericsError(f"the closure of a replay returned {loss!r}: it must return the loss of the step")
+        if not isinstance(loss, Tensor | int | float) or (isinstance(loss, Tensor) and loss.numel() != 1):
+            given = f"a tensor of shape {[*loss.shape]}" if isinstance(loss, Tensor) else brief(loss)
+            raise NumericsError(
+                f"the closure of a replay returned {given}: it must return the loss of the step, a number"
+            )
         return float(loss.detach() if isinstance(loss, Tensor) else loss), gradients
 
     def _hooks(self, layer: StatefulLayer, calls: dict[int, int]) -> Iterator[Any]:

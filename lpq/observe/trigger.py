@@ -21,7 +21,8 @@ class Trigger:
         ``lpq.observe.culprits``."""
         self.course, self.promote, self.options = course or Course(), promote, options
         self.found: dict[int, Culprits] = {}
-        """The culprits of steps that were replayed."""
+        """The culprits of steps that were replayed. Words and this count a step when it is done, as records and logs
+        do: the first is step 1."""
         self.promoted: list[tuple[int, dict[str, str]]] = []
         """The promotions so far: the step before which each holds, and the recipes of layers."""
 
@@ -29,7 +30,7 @@ class Trigger:
         self, model: nn.Module, step: int, loss: float, norm: float | None, closure: Closure, before: Before | None
     ) -> str | None:
         """Take a step whose backward has run, and replay it where it leaves the course; return what was found in words.
-        Gradients, which may have been clipped, are as before afterwards."""
+        Gradients, which may have been clipped, are as before afterwards. ``step``: the number for ``lpq.set_step``."""
         why = self.course.leaves(loss, norm)
         if why is None:
             return None
@@ -37,14 +38,14 @@ class Trigger:
         gradients = [(p, p.grad) for p in model.parameters()]
         model.zero_grad()  # of clipped gradients no replay has the like
         try:
-            result = self.found[step] = culprits(model, closure, before=before, course=own, **self.options)
+            result = self.found[step + 1] = culprits(model, closure, before=before, course=own, **self.options)
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-        words = f"step {step}: {why}\n{result}\n{ONCE}"
+        words = f"step {step + 1}: {why}\n{result}\n{ONCE}"
         if self.promote and result.found:
             until = step + 1 + self.promote
             result.promote(model, until=until)
             self.promoted.append((until, {one.layer: one.recipe.text for one in result.found}))
-            words += f"\nThey are in bf16 until step {until}"
+            words += f"\nThey are in bf16 in steps {step + 2} to {until}"
         return words

@@ -146,7 +146,7 @@ class Trainer:
         if not (math.isfinite(value) and math.isfinite(norm)):
             findings = f"\n{self.findings}" if self.findings else ""
             raise Diverged(
-                f"step {self.step} has a loss of {value} and a gradient norm of {norm}: training diverged. A lower "
+                f"step {self.step + 1} has a loss of {value} and a gradient norm of {norm}: training diverged. A lower "
                 "--lr may train, or a recipe with more bits in the gradients; checkpoints from before are "
                 f"kept{findings}"
             )

@@ -13,6 +13,7 @@ from support.comparing import equal_states
 from torch import Tensor
 
 import lpq
+from lpq.checkpoint import CheckpointError
 from lpq.integrations.transformers import LpqCallback
 from lpq.integrations.transformers_culprits import CulpritsCallback
 from lpq.observe import Course, NumericsError
@@ -32,9 +33,9 @@ class OffAt(Course):
         return "planted" if self.left == -1 else super().off(loss, norm)
 
 
-def planted() -> Any:
+def planted(policy: str = "mxfp8") -> Any:
     """A model in which a layer gets huge inputs that do not count, as their weights are 0 and stay so."""
-    net = converted("mxfp8")
+    net = converted(policy)
     layer = net.model.layers[0].mlp.up_proj
     with torch.no_grad():
         layer.weight[:, ::16] = 0
@@ -56,21 +57,30 @@ def test_a_planted_layer_is_found_and_promoted(tmp_path: Path) -> None:
         trainer(planted(), tmp_path, LpqCallback(), finds),
         trainer(planted(), tmp_path / "alone", LpqCallback()),
     )
-    with pytest.warns(UserWarning, match=r"(?s)step 2: planted.*model.layers.0.mlp.up_proj"):
+    with pytest.warns(UserWarning, match=r"(?s)step 3: planted.*model.layers.0.mlp.up_proj"):
         done.train()
     alone.train()
-    assert [*finds.found] == [2]
+    assert [*finds.found] == [3]  # as the Trainer's log counts
     assert losses(done) == losses(alone)
     assert equal_states(done.model.state_dict(), alone.model.state_dict())
     promotes = CulpritsCallback(course=OffAt(2), most=1, promote=2)
     helped = trainer(planted(), tmp_path / "helped", LpqCallback(), promotes)
-    with pytest.warns(UserWarning, match=r"They are in bf16 until step 5"):
+    with pytest.warns(UserWarning, match=r"They are in bf16 in steps 4 to 5"):
         helped.train()
     assert losses(helped)[:3] == losses(alone)[:3]
     assert losses(helped)[3] != losses(alone)[3]
     layer = helped.model.model.layers[0].mlp.up_proj
     assert [layer.schedule.at(step) == lpq.recipe("bf16") for step in range(STEPS)] == [True] * 5 + [False]
     assert layer.recipe == lpq.recipe("mxfp8")
+
+    place = str(tmp_path / "helped" / "checkpoint-4")
+    with pytest.raises(CheckpointError, match=r"the checkpoint has, for 6 steps:") as refused:
+        trainer(planted(), tmp_path / "helped", LpqCallback()).train(resume_from_checkpoint=place)
+    its_own = str(refused.value).partition("6 steps:")[2].partition("the model has")[0]
+    (tmp_path / "policy.toml").write_text(its_own)
+    resumed = trainer(planted(str(tmp_path / "policy.toml")), tmp_path / "helped", LpqCallback(), CulpritsCallback())
+    resumed.train(resume_from_checkpoint=place)
+    assert losses(resumed) == losses(helped)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -85,14 +95,14 @@ def test_a_jump_that_bf16_has_as_well_promotes_nothing(parts: int, tmp_path: Pat
 
     finds = CulpritsCallback(course=Course(window=4, least=2, loss=30), promote=2)
     jumps = trainer(converted("nvfp4"), tmp_path, LpqCallback(), Jumps(), finds, gradient_accumulation_steps=parts)
-    with pytest.warns(UserWarning, match=r"(?s)step 4: the loss is .*, where.*no layer's format is the cause") as got:
+    with pytest.warns(UserWarning, match=r"(?s)step 5: the loss is .*, where.*no layer's format is the cause") as got:
         jumps.train()
     said = next(str(one.message) for one in got if "no layer's format" in str(one.message))
     step, replayed = (float(re.search(words, said)[1]) for words in (r"the loss is ([\d.]+)", r"\nloss ([\d.]+)"))
     assert step == pytest.approx(replayed, rel=1e-3)
     assert "They are in bf16" not in said
-    assert [*finds.found] == [4]
-    assert finds.found[4].found == ()
+    assert [*finds.found] == [5]
+    assert finds.found[5].found == ()
     recipes = {m.schedule.at(5) for m in jumps.model.modules() if isinstance(m, lpq.nn.Layer)}
     assert recipes == {lpq.recipe("nvfp4")}
 
@@ -109,9 +119,9 @@ def test_a_nan_that_stays_is_replayed_once(tmp_path: Path) -> None:
             return super().off(float("nan") if self.step in off else loss, norm)
 
     finds = CulpritsCallback(course=Off(), most=1, replays=2)
-    with pytest.warns(UserWarning, match=r"(?s)step 1: the loss is nan.*are not replayed again"):
+    with pytest.warns(UserWarning, match=r"(?s)step 2: the loss is nan.*are not replayed again"):
         trainer(planted(), tmp_path, LpqCallback(), finds).train()
-    assert [*finds.found] == sorted(off - {2, 3})
+    assert [*finds.found] == [2, 6]
 
 
 class Notes(Course):

@@ -239,6 +239,53 @@ def test_a_model_without_layers_and_a_closure_without_backward_are_refused() -> 
         lpq.observe.culprits(net, lambda: net(x).sum())
     with pytest.raises(NumericsError, match="the closure of a replay returned None: it must return the loss"):
         lpq.observe.culprits(net, lambda: net(x).sum().backward())
+    with pytest.raises(NumericsError, match=r"returned a tensor of shape \[32, 64\]: it must return the loss"):
+        lpq.observe.culprits(net, lambda: net(x))
+    with pytest.raises(NumericsError, match="closure=None: it is a function that runs forward and backward"):
+        lpq.observe.culprits(net, None)  # type: ignore[arg-type]
+    with pytest.raises(NumericsError, match="before= is of another model than Sequential,"):
+        lpq.observe.culprits(net, closure_of(net, x), before=lpq.observe.Before(model()))
+
+
+def test_a_promotion_of_another_model_or_in_the_past_is_refused() -> None:
+    net = model()
+    found = lpq.observe.culprits(net, closure_of(net, batch()), most=1)
+    with pytest.raises(
+        NumericsError, match=r"promote: Linear has no layer '2\.layer', which was found: give the model"
+    ):
+        found.promote(lpq.convert(nn.Linear(64, 64), "mxfp8"), until=5)
+    found.promote(net, until=3)
+    lpq.set_step(net, 20)
+    with pytest.raises(NumericsError, match=r"until=20: the model is at step 20 already.*: give a later step"):
+        found.promote(net, until=20)
+    found.promote(net, until=21)
+
+
+def test_gradients_that_are_all_0_have_no_error() -> None:
+    net, x = model("mxfp4"), batch()
+
+    def closure() -> Tensor:
+        loss: Tensor = 0 * net(x).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    found = lpq.observe.culprits(net, closure)
+    assert found.error == 0
+    assert found.found == ()
+    assert "error of the gradients 0\n" in str(found)
+
+
+def test_other_gradients_than_the_steps_are_explained() -> None:
+    """With ``before`` by what is left: a compiled step, or gradients from before it."""
+    net, x = model(), batch()
+    closure_of(net, x)()
+    before = lpq.observe.Before(net)
+    closure_of(net, x)()
+    found = lpq.observe.culprits(net, closure_of(net, x), before=before, most=1)
+    assert found.replays is False
+    assert "other gradients than the step: bits differ where the step ran compiled, as a replay runs eag" in str(found)
+    found = lpq.observe.culprits(net, closure_of(net, x), most=1)
+    assert "other gradients than the step: pass before=, made where the step began; bits differ where" in str(found)
 
 
 @pytest.mark.parametrize(

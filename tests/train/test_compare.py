@@ -315,7 +315,7 @@ def test_a_training_that_diverges_is_counted(small: Make, console: Console, monk
     found = compare.run(small("mxfp8"), console)
     (diverged,) = (t for t in found if t.diverged is not None)
     assert (diverged.title, diverged.seed, len(diverged.losses)) == ("mxfp8", 1, 3)
-    assert "step 3 has a loss of inf" in str(diverged.diverged)
+    assert "step 4 has a loss of inf" in str(diverged.diverged)
     (row,) = (g for g in gaps.gaps(found) if g.title == "mxfp8")
     assert (row.mean, row.verdict, row.seeds) == (None, "1 diverged", 2)
     assert len(compare.run(small("mxfp8"), console)) == 4

@@ -47,7 +47,7 @@ def test_a_step_is_replayed_and_the_run_goes_on_as_it_would(tiny: MakeConfig, co
     replayed = run(tiny("replayed", recipe="nvfp4", baseline=False, replay=True), console)
     assert replayed.outcomes[0].losses == plain.outcomes[0].losses
     said = shown(console)
-    assert "step 2: planted" in said
+    assert "step 3: planted" in said
     assert "%  blocks.0" in said
     assert "Steps that stay off the course are not replayed again" in said
     found = [record["step"] for record in records(replayed.directory) if "replay" in record]
@@ -61,12 +61,12 @@ def test_culprits_are_promoted_and_a_resumed_run_goes_on_with_the_rule(
     options = {"recipe": "nvfp4", "baseline": False, "promote": 2, "checkpoint_every": 1}
     plain = run(tiny("plain", recipe="nvfp4", baseline=False), console)
     whole = run(tiny("whole", **options), console)
-    assert "They are in bf16 until step 5" in shown(console)
+    assert "They are in bf16 in steps 4 to 5" in shown(console)
     assert whole.outcomes[0].losses[:3] == plain.outcomes[0].losses[:3]
     assert whole.outcomes[0].losses[3] != plain.outcomes[0].losses[3]
     policy = lpq.checkpoint.info(whole.directory / "recipe").policy
     assert policy.rules[0].until == 5
-    assert "They are in bf16 until step 5" in records(whole.directory)[2]["replay"]
+    assert "They are in bf16 in steps 4 to 5" in records(whole.directory)[2]["replay"]
 
     cut = tiny("cut", **options)
     with monkeypatch.context() as context:
@@ -119,7 +119,7 @@ def test_a_step_that_is_no_number_is_done_again_where_layers_are_promoted(
     if promote:
         losses = run(config, console).outcomes[0].losses
         assert all(map(math.isfinite, losses))
-        assert "step 2: the loss is nan" in shown(console)
+        assert "step 3: the loss is nan" in shown(console)
         return
-    with pytest.raises(Diverged, match=r"(?s)training diverged.*step 2: the loss is nan.*%  blocks.0"):
+    with pytest.raises(Diverged, match=r"(?s)training diverged.*step 3: the loss is nan.*%  blocks.0"):
         run(config, console)
