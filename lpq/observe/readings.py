@@ -91,7 +91,7 @@ class Readings(Readable):
     def write(self, path: str | Path) -> None:
         """Write a line of JSON for each reading, to each path all of them. The first call for a path writes the file
         anew, but for the lines of the steps before a resumed run; later ones add to it, or write it anew where somebody
-        else has changed it. What is no file of readings is refused."""
+        else has changed it. Another file than one of readings is refused."""
         readings, path = self.readings(), Path(path).absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
         count, size = self._written.get(path, (0, -1))
