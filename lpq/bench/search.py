@@ -24,7 +24,7 @@ from lpq import recipes as recipes_of
 from lpq.bench.gpus import GPUS, key_of, predicted
 from lpq.bench.knapsack import ROUNDING, Option, under_error, under_time
 from lpq.bench.layers import LayerSize
-from lpq.bench.searched_layers import Rows, StackShape, searched_layers
+from lpq.bench.searched_layers import Rows, StackShape, rule_names, searched_layers
 from lpq.nn.conversion import convert
 from lpq.nn.first_argument import check_model
 from lpq.nn.names import plain_name
@@ -76,6 +76,8 @@ class SearchResult(Readable):
     """The error of the gradients with the policy, replayed: its length over the length of bf16's gradients."""
     uniform: tuple[Uniform, ...]
     """The recipes that were looked at, each for all layers."""
+    names: Mapping[str, Sequence[str]]
+    """All names of each layer: a module may be in several places of the model."""
 
     @property
     def seconds(self) -> float:
@@ -87,7 +89,7 @@ class SearchResult(Readable):
         """The policy: a rule for each recipe that some layers have, which names them."""
         layers: dict[Recipe | None, list[str]] = {}
         for name, one in self.choices.items():
-            layers.setdefault(None if set(one.products) == {BF16} else one.recipe, []).append(name)
+            layers.setdefault(None if set(one.products) == {BF16} else one.recipe, []).extend(self.names[name])
         escaped = {recipe: tuple(glob.escape(name) or "*" for name in names) for recipe, names in layers.items()}
         return Policy(tuple(Rule(names, recipe) for recipe, names in escaped.items()))
 
@@ -309,7 +311,9 @@ def _search(
             for text, each in uniform.items()
             if text != BF16
         )
-        return SearchResult(dict(zip(layers, choice, strict=True)), plain, _error(choice), error_of(choice), beside)
+        choices, names = dict(zip(layers, choice, strict=True)), rule_names(model)
+        own_names = {name: names[name] for name in choices}
+        return SearchResult(choices, plain, _error(choice), error_of(choice), beside, own_names)
 
 
 def _refuse_no_gradient(gradients: GradientError, is_there: bool) -> None:

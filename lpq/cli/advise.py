@@ -17,6 +17,7 @@ from lpq import observe
 from lpq.bench.gpus import GPUS, NARROW, USUAL_SHARE, Gpu, bytes_of_element, is_compared, key_of, predicted
 from lpq.bench.layers import LayerSize, StackSize
 from lpq.bench.native import native_products
+from lpq.bench.searched_layers import rule_names
 from lpq.bench.speedups import in_figures, measure, ratio, total
 from lpq.cli.models import NAMED, Chosen, ModelError, alike, layer_sizes, left_out, on_meta, patterns
 from lpq.cli.output import Json, as_json, print_text
@@ -102,8 +103,12 @@ def advise(
     fit = [text for text in recipes if not _is_narrow(text)] or recipes
     best = max(fit, key=lambda text: _gain(groups, text, _slow(groups, text)))
     slow = _slow(groups, best)
+    every = rule_names(built)
     kept = {name for g in groups if g not in slow for name in g.names}
-    skipped = patterns((name for name in sizes if name not in kept), kept)
+    skipped = patterns(
+        (alias for name in sizes if name not in kept for alias in every[name]),
+        (alias for name in kept for alias in every[name]),
+    )
     line = _line(groups, best, slow, skipped, world)
     if line is not None:
         _convert(built, _policy(best, skipped), world)  # so that what is pasted is known to work

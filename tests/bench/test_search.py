@@ -130,6 +130,7 @@ def test_the_policy_is_for_the_layers_that_were_searched_and_no_others() -> None
         def __init__(self) -> None:
             super().__init__()
             self.layers = nn.ModuleDict({name: nn.Linear(64, 64) for name in ("a[0]", "a0", "gate", "left")})
+            self.again = self.layers["a0"]
 
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers.values():

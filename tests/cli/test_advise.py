@@ -126,6 +126,22 @@ def test_experts_of_which_nothing_is_known_are_left_out_by_the_line(
     assert not any("slower" in sentence for sentence in found["remarks"])
 
 
+def shared() -> nn.Module:
+    """A narrow layer under three names, and a list with it and a wide layer."""
+    narrow = nn.Linear(64, 8192)
+    return nn.ModuleDict({"narrow": narrow, "again": narrow, "list": nn.ModuleList([narrow, nn.Linear(8192, 8192)])})
+
+
+def test_a_layer_in_several_places_is_left_out_by_all_its_names(lpq: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    found = advised(lpq, "test_advise:shared", "--gpu", "h100", "--recipe", "fp8-current")
+    assert [(g["layers"], g["count"]) for g in found["layers"]] == [("narrow", 1), ("list.1", 1)]
+    assert found["leave_out"] == ["narrow", "again", "list.0"]
+    model = shared()
+    exec(found["line"], {"lpq": library, "model": model})
+    assert [n for n, m in model.named_modules() if isinstance(m, library.nn.Linear)] == ["list.1"]
+
+
 def raises() -> nn.Module:
     raise ValueError("no such model")
 
