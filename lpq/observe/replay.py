@@ -28,9 +28,14 @@ Closure = Callable[[], Any]
 
 
 def gradient_norm(model: nn.Module) -> Tensor:
-    """The norm of the gradients that a model has, of all their shards."""
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """The norm of the gradients that a model has, of all their shards. Torch adds up gradients of one mesh only."""
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter.grad)
+    norms = [nn.utils.get_total_norm(gradients) for gradients in by_mesh.values()]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
 
 
 class Bits(NamedTuple):

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import lpq
 from lpq.integrations.transformers_culprits import _Culprits
+from lpq.observe.replay import gradient_norm
 from lpq.torch_private.tensors import local_part
 
 
@@ -108,6 +109,16 @@ def test_the_callback_has_the_norm_of_all_ranks_before_clipping(rank: int, way: 
         assert seen[-1][3] == float(whole) > 1e-3
         net.zero_grad()
     assert {*of_all(str([one[2:4] for one in seen]))} == {str([one[2:4] for one in seen])}
+
+
+@on_ranks(2)
+def test_a_norm_is_of_gradients_that_are_sharded_and_that_are_not(rank: int) -> None:
+    net = planted("mxfp8")
+    fully_shard(net[0])
+    closure_of(net, 0)()
+    gradients = [p.grad for p in net.parameters() if p.grad is not None]
+    whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
+    assert float(gradient_norm(net)) == pytest.approx(float(torch.cat([g.flatten() for g in whole]).norm()), rel=1e-5)
 
 
 Numbers = dict[str, float]
