@@ -46,6 +46,8 @@ class _Culprits:
         check_whole(NAME, 0, promote=promote)
         check_search(NAME, course, most=most, least=least, replays=replays)
         self._args = {"promote": promote, "most": most, "least": least, "replays": replays}
+        self.has_course = self._got_course = course is not None
+        """The former is the checkpoint's where the Trainer makes the callback anew."""
         self._trigger = Trigger(course, promote, most=most, least=least, replays=replays)
         self.found: dict[int, Culprits] = self._trigger.found
         self._inputs: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
@@ -58,6 +60,12 @@ class _Culprits:
         """Go on with the course of the checkpoint, and note the batches and the losses from now on."""
         record = state.stateful_callbacks.get(NAME) if state.global_step else None
         record = record[0] if isinstance(record, list) else record
+        if self.has_course and not self._got_course:
+            raise NumericsError(
+                f"{NAME}: the run of the checkpoint had a course= of its own, which "
+                "restore_callback_states_from_checkpoint=True cannot make again: leave that out, and give course= as "
+                "before"
+            )
         if record is not None:
             self._trigger.course.load_state_dict(record["attributes"]["saved_course"])
         state.stateful_callbacks.setdefault(NAME, self.state())  # absent if the checkpoint was saved without it
@@ -71,7 +79,8 @@ class _Culprits:
 
     def state(self) -> dict[str, Any]:
         """The state that the Trainer keeps in its checkpoint."""
-        return {"args": self._args, "attributes": {"saved_course": self._trigger.course.state_dict()}}
+        attributes = {"saved_course": self._trigger.course.state_dict(), "has_course": self.has_course}
+        return {"args": self._args, "attributes": attributes}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
         """Note what the step depends on."""

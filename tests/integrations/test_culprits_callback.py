@@ -152,6 +152,10 @@ def test_norms_are_compared_as_they_are_before_clipping(options: dict[str, Any],
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert again.seen == notes.seen[4:]
     assert again.state_dict() == notes.state_dict()
+    options["restore_callback_states_from_checkpoint"] = True
+    anew = trainer(converted(), tmp_path, LpqCallback(), CulpritsCallback(course=Notes()), **options)
+    with pytest.raises(NumericsError, match=r"had a course= of its own, which .* cannot make again: leave that out"):
+        anew.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
 
 def test_a_loss_that_the_model_does_not_return_is_refused(tmp_path: Path) -> None:

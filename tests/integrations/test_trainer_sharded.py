@@ -25,6 +25,7 @@ from torch.optim import AdamW, Optimizer
 import lpq
 from lpq.integrations.transformers import LpqCallback
 from lpq.integrations.transformers_config import LpqConfig
+from lpq.integrations.transformers_culprits import CulpritsCallback
 from lpq.optim import MasterWeights
 
 accelerate: Any = pytest.importorskip("accelerate", reason="needs accelerate, which `make install` brings")
@@ -96,9 +97,13 @@ def _goes_on_bit_for_bit(rank: int, out: Path, run: str) -> None:
     policy, how, kind, steps = RUNS[run]
     with _launched(rank):
         options: Any = {"cls": kind, "max_steps": steps}
-        done = trainer(converted(policy, **how), out / "a", LpqCallback(), **options)
+        watches = CulpritsCallback()
+        done = trainer(converted(policy, **how), out / "a", LpqCallback(), watches, **options)
         done.train()
         assert all(isinstance(p, DTensor) for p in done.model.parameters())
+        logged = [entry["grad_norm"] for entry in done.state.log_history if "loss" in entry]
+        assert watches.state()["attributes"]["saved_course"]["norms"] == logged  # before the Trainer clips
+        assert max(logged) > done.args.max_grad_norm
         assert any("gathered as" in entry.note for entry in lpq.report(done.model).weights) == bool(how)
         resumed = trainer(converted(policy, **how), out / "b", LpqCallback(), **options)
         resumed.train(resume_from_checkpoint=str(out / "a" / "checkpoint-2"))
