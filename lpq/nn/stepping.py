@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -79,10 +80,10 @@ def promote(model: nn.Module, recipes: Mapping[StatefulLayer, Recipe], *, until:
     planned: dict[StatefulLayer, Schedule] = {}
     records: dict[nn.Module, Conversion] = {}
     for _, module, conversion in recorded(model):
-        own = [(layer, _planned_name(layer)) for layer in _scheduled(module) if layer not in planned]
-        rules = [Rule((name,), recipes[layer], until) for layer, name in own if name is not None and layer in recipes]
+        own = [(m, name) for m in _scheduled(module) if m not in planned and (name := _planned_name(m)) is not None]
+        rules = [Rule((glob.escape(name) or "*",), recipes[layer], until) for layer, name in own if layer in recipes]
         policy = replace(conversion.policy, rules=(*rules, *_without(conversion.policy.rules, rules)))
-        planned |= {layer: policy.schedule(name, conversion.steps) for layer, name in own if name is not None}
+        planned |= {layer: policy.schedule(name, conversion.steps) for layer, name in own}
         records[module] = replace(conversion, policy=policy)
     if lacking := [layer.title for layer in recipes if layer not in planned]:
         raise ValueError(f"promote: {lacking[0]} has no recipe of a policy: convert the model by lpq.convert")
@@ -108,9 +109,8 @@ def _scheduled(model: nn.Module) -> list[StatefulLayer]:
 
 def _take(model: nn.Module, planned: Mapping[StatefulLayer, Schedule]) -> None:
     """Give layers schedules, or none if one of them cannot have its own. They keep the recipes of the present step."""
-    names = {layer: name for name, layer in model.named_modules() if layer in planned}
-    layers = {names[layer]: layer for layer in planned}
-    schedules = {names[layer]: schedule for layer, schedule in planned.items()}
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, StatefulLayer) and m in planned}
+    schedules = {name: planned[layer] for name, layer in layers.items()}
     check_layers(layers, schedules)
     check_weights(model, layers, None, None, schedules)
     last, stages = last_change(planned.values()), None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from support.small_models import Planted
 from torch import Tensor, nn
 
 import lpq
+from lpq.nn.stepping import promote
 from lpq.observe.readings import NumericsError
 
 
@@ -315,3 +317,13 @@ def test_a_model_that_is_one_layer_is_named() -> None:
     found.promote(net, until=3)
     lpq.set_step(net, 1)
     assert net.recipe == lpq.recipe("bf16")
+
+
+@pytest.mark.parametrize("names", [("b*", "bq"), ("b[0]", "b0"), ("b?", "bq")])
+def test_a_name_like_a_pattern_promotes_its_layer_alone(names: tuple[str, str]) -> None:
+    net = nn.Sequential(OrderedDict((name, nn.Linear(64, 64)) for name in names))
+    lpq.convert(net, "mxfp8")
+    promote(net, {net.get_submodule(names[0]): lpq.recipe("bf16")}, until=3)  # type: ignore[dict-item]
+    lpq.set_step(net, 1)
+    recipes = [net.get_submodule(name).recipe for name in names]
+    assert recipes == [lpq.recipe("bf16"), lpq.recipe("mxfp8")]
