@@ -41,7 +41,7 @@ def attribute_names(cls: type) -> set[str]:
 
 def clashes(module: nn.Module, kind: Any) -> list[str]:
     """The attributes that a module would lose as one of ``kind``, as that class has others of these names."""
-    base: Any = type(module)
+    base: Any = next(c for c in type(module).__mro__ if not c.__module__.startswith("torch.distributed."))
     ours = attribute_names(kind) - attribute_names(nn.Linear) - {"bias"}  # which all have for the same
     if issubclass(kind, base):
         ours -= attribute_names(base)
