@@ -25,6 +25,7 @@ from lpq import registry
 from lpq.registry.loader import GROUP
 
 RANKS = 2
+TASKS = "/proc/self/task"
 
 
 @pytest.fixture
@@ -71,20 +72,20 @@ def _group(rank: int) -> None:
 
 def _threads(name: str) -> int:
     """The threads of this process with a name."""
-    return [path.read_text() for path in Path("/proc/self/task").glob("*/comm")].count(f"{name}\n")
+    return [path.read_text() for path in Path(TASKS).glob("*/comm")].count(f"{name}\n")
 
 
 def _each_group_has_one_thread(rank: int) -> None:
-    threads, groups = _threads("pt_gloo_runloop"), len(distributed_c10d._world.pg_map)
+    threads, groups, every = _threads("pt_gloo_runloop"), len(distributed_c10d._world.pg_map), len(os.listdir(TASKS))
     for group in (dist.new_group([0, 1]), init_device_mesh("cpu", (2, 1)).get_group(1)):
         dist.all_reduce(torch.ones(()), group=group)
-    assert _threads("pt_gloo_runloop") - threads == len(distributed_c10d._world.pg_map) - groups >= 2
-    assert _threads("gloo_tcp_loop") == 1
+    made = len(distributed_c10d._world.pg_map) - groups
+    assert _threads("pt_gloo_runloop") - threads == len(os.listdir(TASKS)) - every == made >= 2
     assert os.sched_getscheduler(0) == os.SCHED_BATCH or torch.cuda.is_available()
     assert gc.isenabled()
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
+@pytest.mark.skipif(not Path(TASKS).is_dir(), reason="counts threads in /proc")
 def test_a_group_has_one_thread_as_two_corrupt_the_heap() -> None:
     """And one thread reads for all groups, as many would ask for locks again and again."""
     spawn(_each_group_has_one_thread, RANKS)
