@@ -7,7 +7,6 @@ independent, so their squares add up; the policy that is found is replayed as a 
 
 from __future__ import annotations
 
-import glob
 import itertools
 import math
 import warnings
@@ -36,6 +35,7 @@ from lpq.observe.readings import NumericsError, check_whole
 from lpq.observe.replay import Before, Closure, Replay
 from lpq.recipes import Policy, Recipe, RecipeError, Rule
 from lpq.recipes.gemms import GEMMS, Gemm
+from lpq.recipes.globs import exactly
 from lpq.registry.errors import OptionError, suggestion
 from lpq.registry.showing import Readable, brief
 from lpq.registry.tables import drawn
@@ -90,7 +90,7 @@ class SearchResult(Readable):
         layers: dict[Recipe | None, list[str]] = {}
         for name, one in self.choices.items():
             layers.setdefault(None if set(one.products) == {BF16} else one.recipe, []).extend(self.names[name])
-        escaped = {recipe: tuple(glob.escape(name) or "*" for name in names) for recipe, names in layers.items()}
+        escaped = {recipe: tuple(map(exactly, names)) for recipe, names in layers.items()}
         return Policy(tuple(Rule(names, recipe) for recipe, names in escaped.items()))
 
     def write(self, path: str | Path) -> None:
@@ -197,7 +197,7 @@ def search(
 
 
 def _batches(closures: Closure | Sequence[Closure]) -> list[Closure]:
-    """The closures, of which there is one at least."""
+    """The closures, at least one."""
     every = [closures] if callable(closures) or not isinstance(closures, Iterable) else [*closures]
     if not every:
         raise OptionError("search needs a batch: closures is empty")

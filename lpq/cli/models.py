@@ -16,7 +16,7 @@ from lpq import registry
 from lpq.bench.layers import LayerSize
 from lpq.bench.searched_layers import searched_layers
 from lpq.cli.shapes import SHAPES, Transformer
-from lpq.recipes.globs import matching
+from lpq.recipes.globs import exactly, matching
 from lpq.registry.errors import ImportStringError, LpqError, OptionError, suggestion, words
 
 Size = TypeVar("Size")
@@ -161,7 +161,7 @@ def patterns(names: Iterable[str], others: Iterable[str]) -> list[str]:
     every: list[str] = []
     for pattern, own in short.items():
         is_exact = len(own) > 1 and not taken[pattern]
-        every += [pattern] if is_exact else [glob.escape(name) or "*" for name in own]  # the model itself has no name
+        every += [pattern] if is_exact else map(exactly, own)
     return every
 
 

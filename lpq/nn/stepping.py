@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from lpq.nn.sharded_weights import check_weights
 from lpq.nn.stages import Stages, last_change
 from lpq.nn.stateful_layer import StatefulLayer, give_recipes
 from lpq.recipes import Recipe, Rule, Schedule
+from lpq.recipes.globs import exactly
 
 
 def set_step(model: nn.Module, step: int) -> None:
@@ -81,7 +81,7 @@ def promote(model: nn.Module, recipes: Mapping[StatefulLayer, Recipe], *, until:
     records: dict[nn.Module, Conversion] = {}
     for _, module, conversion in recorded(model):
         own = [(m, name) for m in _scheduled(module) if m not in planned and (name := _planned_name(m)) is not None]
-        rules = [Rule((glob.escape(name) or "*",), recipes[layer], until) for layer, name in own if layer in recipes]
+        rules = [Rule((exactly(name),), recipes[layer], until) for layer, name in own if layer in recipes]
         policy = replace(conversion.policy, rules=(*rules, *_without(conversion.policy.rules, rules)))
         planned |= {layer: policy.schedule(name, conversion.steps) for layer, name in own}
         records[module] = replace(conversion, policy=policy)
@@ -118,6 +118,5 @@ def _take(model: nn.Module, planned: Mapping[StatefulLayer, Schedule]) -> None:
         layer.schedule = schedule
         if layer.model.stages is None and len(schedule.pieces) > 1:
             stages = layer.model.stages = stages or Stages(model, last)
-    for layer in planned:
-        if layer.model.stages is not None:
-            layer.model.stages.last = last
+    for stages in filter(None, {layer.model.stages for layer in planned}):
+        stages.last = last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -16,6 +17,11 @@ _TOKEN = re.compile(r"\[!?\]?[^\]]*\]|.", re.DOTALL)
 def matches(pattern: str, name: str) -> bool:
     """Whether the pattern matches the whole name."""
     return literal(pattern) in name and fnmatchcase(name, pattern)
+
+
+def exactly(name: str) -> str:
+    """A pattern that matches this name alone. The model itself has none, and is matched by ``*``."""
+    return glob.escape(name) or "*"
 
 
 def matching(patterns: Iterable[str], names: Sequence[str]) -> dict[str, list[str]]:
