@@ -7,10 +7,12 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from lpq.files.errors import CheckpointError
+from lpq.registry.showing import brief
 
 PARTIAL = ".partial"
 """The ending of the name of an unfinished file or directory."""
@@ -76,7 +78,8 @@ def json_of(text: str | bytes) -> Any:
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(table := dict(pairs)) < len(pairs):
-            raise ValueError("it has a name twice")
+            twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+            raise ValueError(f"it has a name twice: {brief(twice)}")
         return table
 
     return json.loads(text, object_pairs_hook=once)
