@@ -23,7 +23,7 @@ def starts(function: Any) -> bool:
 
 
 def test_the_process_that_hands_out_tests_imports_no_torch() -> None:
-    """The processes that run tests start once it has imported these, which pytest takes as those of its folder."""
+    """The processes that run tests start once it has imported both files ``conftest.py`` of the folder."""
     here = Path(__file__).parent
     code = "import sys, conftest; sys.path.insert(0, 'testing'); del sys.modules['conftest']; import conftest"
     command = [sys.executable, "-c", f"{code}; print(conftest.__file__, 'torch' in sys.modules)"]

@@ -92,7 +92,7 @@ class WithLoss(nn.Module):
 @pytest.mark.parametrize("way", ["fsdp2", "ddp"])
 @on_ranks(2)
 def test_the_callback_has_the_norm_of_all_ranks_before_clipping(rank: int, way: str) -> None:
-    """Of gradients that were added up in two passes, when the last one is complete."""
+    """Two passes add up gradients: the norm is taken when the last one is complete."""
     net = WithLoss()
     run: Any = nn.parallel.DistributedDataParallel(net) if way == "ddp" else fully_shard(net)
     callback, state, seen = _Culprits(), SimpleNamespace(global_step=0, stateful_callbacks={}), list[Any]()
