@@ -219,8 +219,7 @@ def _take_back(*_: Any) -> None:
 
 def _gathering_of(module: Any) -> Gathering | None:
     """The weights that are gathered quantized together with this module's weight; None: it is not."""
-    fsdp: Gathering | None = module.model.fsdp if isinstance(vars(module).get("gather"), Gather) else None
-    return fsdp
+    return module.model.fsdp if isinstance(vars(module).get("gather"), Gather) else None
 
 
 def _several_times(optimizer: Optimizer, params: Sequence[Tensor], weights: Mapping[str, Tensor]) -> str:

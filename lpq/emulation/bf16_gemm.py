@@ -33,8 +33,7 @@ def exact(operand: Storage) -> Exact | None:
     if isinstance(operand, Multiplicand):
         return operand.form
     impl = choose("exact", (operand.quantizer.text,), operand.device).impl
-    form: Exact | None = impl(operand) if impl is not None else None
-    return form
+    return impl(operand) if impl is not None else None
 
 
 def decoded(operand: Storage) -> Exact | None:

@@ -88,8 +88,7 @@ def with_values_of_rows(
     if side.by_rows is None or any(buffer.block[0] is None and buffer.block[1] is not None for buffer in side.layout):
         return None
     own = [t if b.block[0] is not None else t[owners].unsqueeze(1) for b, t in zip(side.layout, tensors, strict=True)]
-    operand: Storage = side.storage.from_tensors(own, side.by_rows, shape, dtype)
-    return operand
+    return side.storage.from_tensors(own, side.by_rows, shape, dtype)
 
 
 def stacked(operands: Sequence[Storage]) -> Storage:

@@ -27,8 +27,7 @@ class DividedNorm(NamedTuple):
 
     @property
     def group(self) -> str:
-        name: str = self.mesh.get_group(self.mesh.ndim - 1).group_name  # FSDP2's dimensions, if any, are before
-        return name
+        return self.mesh.get_group(self.mesh.ndim - 1).group_name  # FSDP2's dimensions, if any, are before
 
 
 def over_ranks(

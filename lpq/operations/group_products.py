@@ -72,8 +72,7 @@ def _by_kernel(p: Product) -> Run | None:
     if choice is None or choice.impl is None:
         return None
     if choice.bind is not None:
-        bound: Run | None = choice.bind(p)
-        return bound
+        return choice.bind(p)
     impl, otherwise = choice.impl, group_tiles.bind_product(p)
 
     def run(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:

@@ -29,5 +29,4 @@ class StoredTile(NamedTuple):
 def stored_tile(quantizer: Quantizer, device: torch.device) -> StoredTile | None:
     """The functions of a row operand on this device; None where there are none."""
     impl = optional("stored_tile", quantizer, device)
-    tile: StoredTile | None = None if isinstance(impl, str) else impl(quantizer)
-    return tile
+    return None if isinstance(impl, str) else impl(quantizer)

@@ -69,8 +69,7 @@ def layout(name: str) -> Layout:
     if not (isinstance(cls, type) and issubclass(cls, Layout)):
         cause = f"layout {name} has layout={string!r}, which is no subclass of lpq.registry.Layout but {cls!r}"
         raise _at_fault(plugin, cause, "name the class of the layout")
-    instance: Layout = cls()
-    return instance
+    return cls()
 
 
 @cached

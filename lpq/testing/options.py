@@ -172,8 +172,7 @@ def known_failures(quantizer: Quantizer) -> dict[str, str]:
     its class: a property gives what holds for these options. Such a test must fail: once it passes, the kit fails until
     it is off the list.
     """
-    failures: dict[str, str] = getattr(quantizer, "known_failures", {})
-    return failures
+    return getattr(quantizer, "known_failures", {})
 
 
 def cases(test: Callable[..., Any]) -> list[str]:

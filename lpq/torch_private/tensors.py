@@ -27,8 +27,7 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this rank holds: the very object, where ``DTensor.to_local`` makes a view."""
-    part: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -15,8 +15,7 @@ from lpq.testing.options import Family
 
 
 def hybrid(row: Quantizer, col: Quantizer, **options: object) -> Quantizer:
-    quantizer: Quantizer = lpq.quantizer("hybrid", row=row, col=col, **options)
-    return quantizer
+    return lpq.quantizer("hybrid", row=row, col=col, **options)
 
 
 def test_each_side_is_the_format_itself(quantizer: Quantizer, partner: str) -> None:
