@@ -10,8 +10,10 @@ WORKERS = $(shell $(BIN)/python -c 'import os; n = len(getattr(os, "sched_getaff
 FEW_WORKERS = $(shell $(BIN)/python -c 'import os; print(len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)))')
 # As many, and at most ten: each takes about 1 GiB of the GPU's memory for itself.
 GPU_WORKERS = $(shell n=$(FEW_WORKERS); echo $$((n < 10 ? n : 10)))
-# A thread for each process, which keeps what it compiled of Python's sources for the many that come after it.
-LEAN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+# A thread for each process, which keeps what it compiled of Python's sources for the many that come after it, and the
+# memory that it has had: compilers give it back and ask for it anew, and on a virtual machine each new page is dear.
+KEPT := MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=1000000000 MALLOC_TOP_PAD_=16777216
+LEAN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(KEPT)
 ACTIVATE := To use lpq in this shell: source $(BIN)/activate; then python -m lpq --help lists the commands.
 READY := $(VENV)/.ready
 READY_FOR_CUDA := $(VENV)/.ready-for-cuda

@@ -97,14 +97,15 @@ def shared_out(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     """Return the tests in an order in which none that takes long is left for the end, when the workers share the rest.
 
     Each worker begins with as long a stretch of them: first the files with many costly tests, dealt to the workers in
-    turn, whole, as tests of a file share what they set up; then the others, of which idle workers take some.
+    turn, whole, as tests of a file share what they set up; then the others, of which idle workers take some. A test on
+    a GPU is dealt by itself: most of its time goes to kernels that it alone compiles.
     """
-    files: dict[Path, list[pytest.Item]] = {}
+    dealt: dict[object, list[pytest.Item]] = {}
     for item in items:
-        files.setdefault(item.path, []).append(item)
-    costly_ones = [path for path, tests in files.items() if sum(map(is_costly, tests)) > len(tests) / 10]
-    first = [[test for path in costly_ones[i::workers] for test in files[path]] for i in range(workers)]
-    rest = [test for path, tests in files.items() if path not in {*costly_ones} for test in tests]
+        dealt.setdefault(item.path if item.get_closest_marker("gpu") is None else item, []).append(item)
+    costly_ones = [one for one, tests in dealt.items() if sum(map(is_costly, tests)) > len(tests) / 10]
+    first = [[test for one in costly_ones[i::workers] for test in dealt[one]] for i in range(workers)]
+    rest = [test for one, tests in dealt.items() if one not in {*costly_ones} for test in tests]
     found: list[pytest.Item] = []
     for i, own in enumerate(first):
         end = len(items) * (i + 1) // workers

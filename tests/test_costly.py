@@ -114,11 +114,11 @@ def test_one_that_is_not_marked_cannot_start_any(what: str) -> None:
 class Item:
     """A test, as far as its order goes."""
 
-    def __init__(self, file: str, marker: str | None = None) -> None:
-        self.path, self.marker = file, marker
+    def __init__(self, file: str, *markers: str) -> None:
+        self.path, self.markers = file, markers
 
     def get_closest_marker(self, name: str) -> str | None:
-        return name if name == self.marker else None
+        return name if name in self.markers else None
 
 
 def test_costly_files_come_first_for_each_worker_and_stay_whole() -> None:
@@ -132,3 +132,5 @@ def test_costly_files_come_first_for_each_worker_and_stay_whole() -> None:
         assert text == {2: "ddgaabbbeccccccf", 3: "ddaabebbccgccccf", 20: "ddegaabbbccccccf"}[workers]
     few: list[Any] = [*(Item("a") for _ in range(10)), Item("a", "starts"), Item("b", "starts")]
     assert [str(item.path) for item in costly.shared_out(few, 2)] == ["b", *"aaaaaaaaaaa"]
+    kit: list[Any] = [Item("a"), Item("b"), *(Item("k", "starts", "gpu") for _ in range(4)), Item("a"), Item("b")]
+    assert "".join(str(item.path) for item in costly.shared_out(kit, 2)) == "kkaakkbb"  # dealt one by one
