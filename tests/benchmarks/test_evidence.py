@@ -80,6 +80,12 @@ def test_the_page_tells_the_gaps_of_each_seed() -> None:
         first, second, third = (f"{gap:+.2f}" for gap in apart[title])
         assert f"{words} were {first}, {second} and {third} %" in page
     assert never.verdict == "worse"  # "which shows one"
+    readme = " ".join((evidence.DOCS.parent / "README.md").read_text(encoding="utf-8").split())
+    for one in (g for g in gaps.gaps(found) if g.title in ("fp8-current", "mxfp8", "nvfp4")):
+        assert one.mean is not None
+        assert one.half is not None
+        assert f"{100 * one.mean:+.2f} ± {100 * one.half:.2f} %" in readme
+        assert one.seeds == 3  # "three paired seeds"
     for title in ("mxfp8-fwd-nvfp4-bwd", "nvfp4-late-switch"):
         low, high = (f"{gap:.2f}" for gap in apart[title])
         assert f"by {low} and {high} % by `{title}`" in page
