@@ -263,7 +263,8 @@ class EncodingNorm(BeforeLayers):
         return None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_calls"}
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {key: value for key, value in state.items() if key != "_calls"}
 
 
 class RMSNorm(EncodingNorm, nn.RMSNorm):

@@ -75,7 +75,7 @@ class StatefulLayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Give a copy passes of its own: a shallow copy, too, may get another recipe."""
-        return {**vars(self), "passes": copy(self.passes)}
+        return {**super().__getstate__(), "passes": copy(self.passes)}  # type: ignore[no-untyped-call]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of a copy, or of what is loaded from a pickle."""

@@ -115,6 +115,16 @@ def test_copies_are_another_model_with_the_options_of_the_conversion(copied: Any
     assert len(own.inputs) > 0
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_does_not_run_what_was_compiled_in_place(copied: Any) -> None:
+    """As in torch: it would compute with the weights of the module that it was made of."""
+    model = lpq.convert(small("Llama"), "mxfp8", fuse=True)
+    for module in model.modules():
+        module._compiled_call_impl = lambda *_: None  # as module.compile() sets it
+    assert all(copied(module)._compiled_call_impl is None for module in model.modules())
+    assert all(module._compiled_call_impl is not None for module in model.modules())
+
+
 def test_a_shallow_copy_has_a_recipe_of_its_own() -> None:
     layer = lpq.nn.Linear(64, 64, recipe="mxfp8")
     x = torch.randn(16, 64)
