@@ -129,7 +129,11 @@ def targets(model: nn.Module, search: str | None) -> list[Target]:
     result: list[Target] = []
     for name, layer, path, stack, expert in places(view):
         recipe: Any = layer.recipe
-        _check_schedule(name if expert is None else path.rpartition(".")[0], layer)
+        if layer.schedule is not None and len(layer.schedule.pieces) > 1:
+            raise CalibrationError(
+                f"{name if expert is None else path.rpartition('.')[0]}: its recipe changes by step, {layer.schedule}, "
+                "and static scales are of one recipe: convert the model to the last one first"
+            )
         weight: Any = state[key] if (key := f"{PREFIX}{path}") in state else layer.weight  # which is computed
         stored = isinstance(local_part(weight), QuantizedTensor)
         static = _static(recipe, search, weights=not stored)
@@ -157,14 +161,6 @@ def forgotten(model: nn.Module) -> str:
         "static: bool = False: with that, and nothing else, the statistic can become static"
         for name, stat in stats_by_format.items()
     )
-
-
-def _check_schedule(name: str, layer: StatefulLayer) -> None:
-    if layer.schedule is not None and len(layer.schedule.pieces) > 1:
-        raise CalibrationError(
-            f"{name}: its recipe changes by step, {layer.schedule}, and static scales are of one recipe: convert the "
-            "model to the last one first"
-        )
 
 
 def _dynamic(recipe: Recipe) -> Recipe:

@@ -208,7 +208,10 @@ def _planned(
     """The tensors of the files, the same ones on all ranks, and where they come from."""
 
     def prepare() -> tuple[ExportPlan, _Source]:
-        _check_options(dtype, shard_bytes)
+        if dtype is not None and dtype not in DTYPES:
+            raise CheckpointError(f"dtype={dtype!r}: it is one of {listed([*map(str, DTYPES)])}")
+        if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int) or shard_bytes < 1:
+            raise CheckpointError(f"shard_bytes={shard_bytes!r}: it is the most bytes of one file, as {SHARD:_}")
         source = _source(model, dtype, ranks, layout)
         return planned(source.entries, layout, source.linear, input_amax, leave, siblings), source
 
@@ -235,13 +238,6 @@ def _one_file(
     for name, entry in description.quantized.items():
         layers[entry["quantizer"]] = (*layers.get(entry["quantizer"], ()), tensor_name(name))
     return Exported(target, layout, layers, (), ())
-
-
-def _check_options(dtype: torch.dtype | None, shard_bytes: int) -> None:
-    if dtype is not None and dtype not in DTYPES:
-        raise CheckpointError(f"dtype={dtype!r}: it is one of {listed([*map(str, DTYPES)])}")
-    if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int) or shard_bytes < 1:
-        raise CheckpointError(f"shard_bytes={shard_bytes!r}: it is the most bytes of one file, as {SHARD:_}")
 
 
 def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: CheckpointRanks, layout: str) -> _Source:

@@ -206,7 +206,8 @@ def _assigned(
     if (reason := scheme.why_not(rows, cols)) is not None:
         raise CheckpointError(f"{entry.name} is {rows}x{cols}, and {reason} in the layout {layout!r}: {keep}")
     x = layer.x.side("row") if layer.x is not None else None
-    amax = _amax_of(entry, input_amax)
+    given = layer.known_amax() if input_amax is None else input_amax.get(layer.name)
+    amax = None if given is None else torch.as_tensor(given, dtype=torch.float32).detach().cpu().reshape(())
     fitting = [i for i in scheme.inputs if x is not None and i.serves(x) and (i.part is None or amax is not None)]
     inputs = fitting[0] if fitting else None
     if inputs is None or inputs.part is None:
@@ -231,9 +232,3 @@ def _elsewhere(side: Quantizer, schemes: Sequence[Scheme]) -> str:
     if layouts:
         return f"{has}. Export with layout={' or '.join(map(repr, layouts))}"
     return f"{has}. No layout has a place for it: train with weights that one has a place for"
-
-
-def _amax_of(entry: FileEntry, input_amax: Mapping[str, Tensor | float] | None) -> Tensor | None:
-    assert entry.layer is not None
-    amax = entry.layer.known_amax() if input_amax is None else input_amax.get(entry.layer.name)
-    return None if amax is None else torch.as_tensor(amax, dtype=torch.float32).detach().cpu().reshape(())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,11 @@ class Files:
                     raise CheckpointError(f"{name} is in {self._place[name].path.name} and in {reader.path.name}")
                 self._place[name] = reader
         if (path / INDEX).is_file():
-            _check_index(_weight_map(path), {name: reader.path.name for name, reader in self._place.items()})
+            listing, actual = _weight_map(path), {name: reader.path.name for name, reader in self._place.items()}
+            if absent := [name for name, file in listing.items() if actual.get(name) != file]:
+                raise CheckpointError(f"{absent[0]} is not in {listing[absent[0]]}, where {INDEX} has it")
+            if unknown := [name for name in actual if name not in listing]:
+                raise CheckpointError(f"{actual[unknown[0]]} has {unknown[0]}, which {INDEX} does not list")
         self.tensors = {name: reader.tensors[name] for name, reader in self._place.items()}
         """The dtype and the shape of each tensor."""
         self.layout, self._described = _described(self.json)
@@ -84,7 +88,8 @@ class Files:
             facts = self._described(layer)
             if facts is None:
                 continue
-            parts = tuple(_as_named(part, own) for part in parts_of(*facts))
+            named = [(p, next((n for n in (p.name, *p.others) if n in own), p.name)) for p in parts_of(*facts)]
+            parts = tuple(replace(part, name=name) for part, name in named)  # as the files have them
             here = [
                 p.name
                 for p in parts  # a weight in high precision has the name of one that is quantized
@@ -127,12 +132,6 @@ class Files:
         return tensors
 
 
-def _as_named(part: Part, there: Container[str]) -> Part:
-    """The part by the name that it has in the files."""
-    name = next((name for name in (part.name, *part.others) if name in there), part.name)
-    return replace(part, name=name)
-
-
 def _file_names(path: Path) -> list[str]:
     """The files with tensors."""
     if (path / INDEX).is_file():
@@ -159,13 +158,6 @@ def _weight_map(path: Path) -> dict[str, str]:
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise CheckpointError(f"{INDEX} has no weight_map, which is a table of files")
     return files
-
-
-def _check_index(listing: Mapping[str, str], actual: Mapping[str, str]) -> None:
-    if absent := [name for name, file in listing.items() if actual.get(name) != file]:
-        raise CheckpointError(f"{absent[0]} is not in {listing[absent[0]]}, where {INDEX} has it")
-    if unknown := [name for name in actual if name not in listing]:
-        raise CheckpointError(f"{actual[unknown[0]]} has {unknown[0]}, which {INDEX} does not list")
 
 
 def _described(config_files: Mapping[str, Mapping[str, Any]]) -> tuple[str, Described]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from lpq import registry
-from lpq.formats.format import Quantizer
+from lpq.formats.format import DIRECTIONS, Quantizer
 from lpq.operations.derived_operands import made_at_use, rounds_stochastically
 from lpq.operations.states import measures_fresh
 from lpq.recipes import Recipe
@@ -110,7 +110,8 @@ class Plan:
         shares, keeps = not own and not (row.plain and col.plain), (recipe.save_x == "input", recipe.save_w == "weight")
         remembered = tuple(dict.fromkeys(memory.tensor for memory in states))
         moving = tuple(dict.fromkeys(memory.tensor for memory in states if memory.moves))
-        turns = any(map(_is_turned, tensors))
+        bases = [tensor.side(direction).basis for tensor in tensors for direction in DIRECTIONS]
+        turns = any(basis is not None and basis.drawn is not None for basis in bases)
         named = zip(TENSORS, tensors, strict=True)
         fresh = tuple(tensor for tensor, quantizer in named if measures_fresh(quantizer))
         return cls(
@@ -121,11 +122,6 @@ class Plan:
     def __post_init__(self) -> None:
         for quantizer in (self.x, self.w, self.dy):
             quantizer.ready()
-
-
-def _is_turned(quantizer: Quantizer) -> bool:
-    bases = quantizer.side("row").basis, quantizer.side("col").basis
-    return any(basis is not None and basis.drawn is not None for basis in bases)
 
 
 def _made_exactly(side: Quantizer) -> bool:

@@ -80,7 +80,8 @@ def promote(model: nn.Module, recipes: Mapping[StatefulLayer, Recipe], *, until:
     planned: dict[StatefulLayer, Schedule] = {}
     records: dict[nn.Module, Conversion] = {}
     for _, module, conversion in recorded(model):
-        own = [(m, name) for m in _scheduled(module) if m not in planned and (name := _planned_name(m)) is not None]
+        new = [(layer, layer.schedule) for layer in _scheduled(module) if layer not in planned]
+        own = [(layer, schedule.planned[1]) for layer, schedule in new if schedule and schedule.planned]
         rules = [Rule((exactly(name),), recipes[layer], until) for layer, name in own if layer in recipes]
         policy = replace(conversion.policy, rules=(*rules, *_without(conversion.policy.rules, rules)))
         planned |= {layer: policy.schedule(name, conversion.steps) for layer, name in own}
@@ -90,12 +91,6 @@ def promote(model: nn.Module, recipes: Mapping[StatefulLayer, Recipe], *, until:
     _take(model, planned)
     for module, record in records.items():
         module.__dict__[RECORD] = record
-
-
-def _planned_name(layer: StatefulLayer) -> str | None:
-    """The name by which the policy knows a layer; None where it gives the layer no recipe."""
-    origin = layer.schedule.planned if layer.schedule is not None else None
-    return None if origin is None else origin[1]
 
 
 def _without(rules: Iterable[Rule], first: Iterable[Rule]) -> list[Rule]:

@@ -130,12 +130,9 @@ class Schedule(Readable):
 
     def __str__(self) -> str:
         titles = [recipe.title if recipe else "left alone" for _, recipe in self.pieces]
-        ends = ["" if until is None else f" until {_until(until)}" for until, _ in self.pieces]
+        of = {float: " until {} of the run", int: " until step {}", type(None): ""}
+        ends = [of[type(until)].format(until) for until, _ in self.pieces]
         return ", then ".join(f"{title}{end}" for title, end in zip(titles, ends, strict=True))
-
-
-def _until(until: float) -> str:
-    return f"{until} of the run" if isinstance(until, float) else f"step {until}"
 
 
 def _hidden(rules: Sequence[Rule]) -> Iterator[tuple[int, str, int, str]]:
