@@ -177,7 +177,8 @@ def _change_of(module: nn.Module, name: str, schedule: Schedule) -> tuple[Change
             return Change(name, module, schedule, module, kind), note
         if type(module) is nn.Linear or holds_transposed(module):
             which = "an nn.Linear" if type(module) is nn.Linear else f"a {type(module).__name__}"
-            return None, f"{which} whose forward was replaced on the object"
+            where = "object" if "forward" in vars(module) else "class"
+            return None, f"{which} whose forward was replaced on the {where}"
         if isinstance(module, nn.Linear):
             return None, "a subclass of nn.Linear, whose forward may be its own"
         if TAKEN in vars(module):
@@ -209,10 +210,9 @@ def _kind_of(module: nn.Module) -> type[StatefulLayer] | None:
     """Return the class that lpq itself gives a module that no plugin converts; None: it stays as it is."""
     if "forward" in vars(module):
         return None
-    if type(module) is nn.Linear:
-        return Linear
-    if holds_transposed(module):
-        return TransposedLayer
+    if type(module) is nn.Linear or holds_transposed(module):
+        where = getattr(type(module).forward, "__globals__", {}).get("__name__")  # another's, if it was replaced
+        return (Linear if type(module) is nn.Linear else TransposedLayer) if where == type(module).__module__ else None
     if holds_experts(module):
         return TransposedExperts if is_transposed(module) else FusedExperts
     return None

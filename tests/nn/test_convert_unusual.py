@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from support.small_models import converted, linears
 from torch import nn
 from torch.nn import utils
 from torch.nn.utils import prune
+from transformers.pytorch_utils import Conv1D
 
 import lpq
 
@@ -52,6 +54,20 @@ def test_a_forward_that_was_replaced_on_the_object_is_left_alone() -> None:
     assert [entry.name for entry in report.converted] == ["1"]
     assert [(e.name, e.note) for e in report.left] == [("0", "an nn.Linear whose forward was replaced on the object")]
     assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
+def test_a_forward_that_was_replaced_on_the_class_is_left_alone(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a wrapper, too, that has the name and the module of what it wraps."""
+    forward = functools.wraps(kind.forward)(lambda self, x: 0 * x)
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "forward", forward)
+        model = lpq.convert(nn.Sequential(kind(64, 64)), "nvfp4", include="all")
+        assert type(model[0]) is kind
+        assert model(X).count_nonzero() == 0
+        (left,) = lpq.report(model).left
+    assert left.note.endswith(f"{kind.__name__} whose forward was replaced on the class")
+    assert lpq.report(lpq.convert(model, "nvfp4")).converted
 
 
 def test_the_report_tells_what_is_not_there_any_more() -> None:
