@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lpq.operations.operators import written
@@ -19,6 +19,7 @@ from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import Gathered
 from lpq.tensor.inference import normal_tensors
 from lpq.tensor.quantized_tensor import REMEDY, Writes
+from lpq.tensor.rebuilt import set_attributes
 from lpq.torch_private.dispatch import schema_of
 from lpq.torch_private.dtensor import dtensor_as
 from lpq.torch_private.operators import pin_memory, to_copy
@@ -120,7 +121,7 @@ class WeightShard(Gathered, Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if is_parameter(self):  # of a pickled module; a state dict has no parameters
-            return prepared_parameter, (self.held, self.requires_grad)
+            return prepared_parameter, (self.held, self.requires_grad, self.given())
         return self.held.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -132,11 +133,13 @@ class WeightShard(Gathered, Tensor):
         return f"WeightShard({self.held!r})"
 
 
-def prepared_parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
-    """Make a parameter of this data that FSDP2 may gather quantized."""
+def prepared_parameter(tensor: Tensor, requires_grad: bool, attributes: Any = None) -> Tensor:
+    """Make a parameter of this data that FSDP2 may gather quantized, with attributes that others have set on it."""
     if type(tensor) is not Tensor and not isinstance(tensor, WeightShard):  # a file may hold anything
         raise TypeError(f"a weight was saved as a {type(tensor).__name__}, which is no tensor: do not trust the file")
-    return torch.nn.Parameter(as_shard(tensor), requires_grad=requires_grad)
+    parameter = nn.Parameter(as_shard(tensor), requires_grad=requires_grad)
+    set_attributes(parameter, attributes)
+    return parameter
 
 
 def as_shard(tensor: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from lpq.tensor.fsdp_protocol import attribute_names
+
 
 class Extension:
     """A class of lpq that extends the classes of modules: ``extend`` makes the subclass of both."""
@@ -32,11 +34,6 @@ class Extension:
 def _subclass(kind: Any, base: Any) -> Any:
     own = {"lpq_bases": (kind, base), "__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (kind, base), own | kind.attributes_for(base))
-
-
-def attribute_names(cls: type) -> set[str]:
-    """The names that a class and its bases define or declare at present: transformers adds some for a while."""
-    return {name for c in cls.__mro__ for name in (*vars(c), *vars(c).get("__annotations__", ()))}
 
 
 def clashes(module: nn.Module, kind: Any) -> list[str]:

@@ -24,12 +24,12 @@ from lpq.formats import Quantizer
 from lpq.formats.sections import is_stack
 from lpq.nn.linear import Layer
 from lpq.nn.names import first_few
-from lpq.nn.weighted_layer import carry_over
 from lpq.operations.derived_operands import derives_col
 from lpq.recipes import RecipeError, Schedule
 from lpq.registry.errors import suggestion
+from lpq.registry.showing import listed
 from lpq.tensor import QuantizedTensor
-from lpq.tensor.fsdp_protocol import Gathered
+from lpq.tensor.fsdp_protocol import Gathered, attribute_names
 from lpq.torch_private.hooks import hooks_of_tensor
 from lpq.torch_private.tensors import local_part
 
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from lpq.torch_private.fsdp import Site
 
 Weights = Literal["high_precision", "quantized"]
+TAKEN = (attribute_names(QuantizedTensor) | attribute_names(WeightShard)) - {"replaced_by"}
+"""The attributes that a prepared weight has for lpq and torch."""
 
 
 def check_options(weights: Weights | None, ranks: int | None, earlier: int | None = None) -> None:
@@ -63,7 +65,7 @@ def check_weights(
         for name, module in modules.items()
         if type(module) is nn.Linear or (isinstance(module, Layer) and not module.transposed)
     }
-    sharded = _sharded(model, layers.values(), weights)
+    sharded, owners = _sharded(model, layers.values(), weights), _owners(model)
     for name, module in layers.items():
         schedule = schedules[name]
         quantizers = [recipe.w if recipe is not None else None for _, recipe in schedule.pieces]
@@ -87,10 +89,14 @@ def check_weights(
         stored = _stored(weight)
         if stored is not None:
             _check_stored(name or type(module).__name__, stored, weight.shape, weights, ranks, schedule)
-        elif weights is not None and any(hooks_of_tensor(weight)):
-            raise ValueError(f"{name}: hooks hang on its weight, which weights= replaces: add them after fully_shard")
-        elif weights == "quantized" and any(quantizers):
-            _check_storable(name or type(module).__name__, schedule)
+        elif weights is not None and "weight" in module._parameters and owners[id(weight)] < 2:  # others stay
+            ordinary = type(weight.detach()) is Tensor
+            if (ordinary or weights == "quantized") and any(hooks_of_tensor(weight)):
+                raise ValueError(f"{name}: weights= replaces its weight, and loses hooks: add them after fully_shard")
+            if ordinary and (names := sorted(vars(weight).keys() & TAKEN)):
+                raise ValueError(f"{name}: weights= replaces its weight, and loses {listed(names)}: rename yours")
+            if weights == "quantized" and any(quantizers):
+                _check_storable(name or type(module).__name__, schedule)
 
 
 def _check_storable(name: str, schedule: Schedule) -> None:
@@ -160,7 +166,7 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
         layer.gather = gather = Gather(layer, layer.gather is not None and layer.gather.rounded)
         weight = layer.weight.detach()
         quantizer = layer.weight_quantizer() if weights == "quantized" else None
-        if isinstance(weight, QuantizedTensor):
+        if isinstance(weight, QuantizedTensor) or (quantizer is None and type(weight) is not Tensor):
             continue
         stack = is_stack(weight.shape)
         if quantizer is not None and why_uncut(quantizer, weight.shape[0], ranks or 1, stack) is None:
@@ -172,7 +178,7 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
         was = layer.weight
         layer.weight = nn.Parameter(weight, requires_grad=was.requires_grad)
         layer.weight.grad = was.grad
-        carry_over(vars(was), type(was), layer.weight)
+        vars(layer.weight).update(was.given() if isinstance(was, Gathered) else vars(was))
         layer.claim_weight()
         if not isinstance(was, Gathered):  # which notices it by itself
             was.replaced_by = "lpq.convert"  # type: ignore[attr-defined]  # for an optimizer's error
@@ -256,7 +262,12 @@ def _note(layer: Layer, weight: Tensor, ranks: int, site: Site | None) -> str:
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Layer, bool]]:
     """Every converted layer, and whether its weight is a parameter of another module, too."""
-    owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    owners = _owners(model)
     for name, module in model.named_modules():
         if isinstance(module, Layer):
             yield name, module, owners[id(module.weight)] > 1
+
+
+def _owners(model: nn.Module) -> Counter[int]:
+    """The number of modules that have each parameter, by its ``id``."""
+    return Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor
@@ -11,10 +10,10 @@ from torch import Tensor
 from lpq.distributed.ranks import Ranks
 from lpq.distributed.shard import in_place_of, ordinary
 from lpq.nn.called import Weight
-from lpq.nn.extended import attribute_names
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import Gathered
+from lpq.torch_private.hooks import hang_again
 
 if TYPE_CHECKING:
     from lpq.distributed.tensor_parallel import Layouts
@@ -59,7 +58,7 @@ class WeightedLayer(StatefulLayer):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         weight = self._parameters.get("weight")
         had_values = isinstance(weight, QuantizedTensor) and not weight.is_meta
-        before = {} if weight is None else dict(vars(weight))
+        given: dict[str, Any] = weight.given() if isinstance(weight, Gathered) else {}
         try:
             super()._apply(fn, recurse)
         except RuntimeError as error:
@@ -68,7 +67,8 @@ class WeightedLayer(StatefulLayer):
             raise RuntimeError(
                 f"{self.title}: its weight, which lpq.convert(…, weights=…) prepared, cannot be moved or cast, since "
                 "other code refers to it, such as a graph of autograd, or an engine that shards weights by itself: "
-                f"move the model before that, or convert it with weights=None ({error.__cause__ or error})"
+                "move the model before that, or convert it with weights=None. The modules before it were moved or cast "
+                f"({error.__cause__ or error})"
             ) from error
         if had_values and self.weight.is_meta and Ranks().size > 1:  # else the others would wait for the first one
             raise RuntimeError(
@@ -76,8 +76,9 @@ class WeightedLayer(StatefulLayer):
                 "that move a model there have rank 0 send the values, which it cannot for such a weight: turn that "
                 "off (cpu_ram_efficient_loading=False in accelerate), or convert with weights='high_precision'"
             )
-        if isinstance(weight, Gathered):  # torch has put another tensor's attributes in place of its own
-            carry_over(before, type(weight), weight)
+        if isinstance(weight, Gathered):  # torch has put another tensor in it, with attributes of its own
+            vars(weight).update(given)
+            hang_again(weight)
         self.claim_weight()
         return self
 
@@ -88,9 +89,3 @@ class WeightedLayer(StatefulLayer):
             weight.layer = weakref.ref(self)
         if isinstance(weight, QuantizedTensor):
             weight.owner = weakref.ref(self)
-
-
-def carry_over(attributes: Mapping[str, Any], kind: type, weight: Tensor) -> None:
-    """Give a weight the attributes that others have set on the one before it, of this class."""
-    names = attributes.keys() - vars(weight).keys() - attribute_names(kind)
-    vars(weight).update({name: attributes[name] for name in names})

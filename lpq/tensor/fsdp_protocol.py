@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
@@ -54,6 +54,11 @@ class Gathered:
     layer: weakref.ref[nn.Module] | None = None
     """The layer whose weight it is. Only the parameter that ``lpq.convert`` made has it: neither its views and copies
     nor FSDP2's shards have."""
+
+    def given(self, attributes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The attributes that others have set on it; or the ones of ``attributes`` that others may set."""
+        own = {"_is_param", *attribute_names(type(self)), *cast("Any", self).__tensor_flatten__()[0]}
+        return {name: value for name, value in (attributes or vars(self)).items() if name not in own}
 
     @property
     def write_count(self) -> int:
@@ -130,6 +135,11 @@ class Gathered:
             return gather.finish(outputs, out)
         with normal_tensors():  # they are kept from gather to gather
             return gather.finish(outputs, out)
+
+
+def attribute_names(cls: type) -> set[str]:
+    """The names that a class and its bases define or declare at present: transformers adds some for a while."""
+    return {name for c in cls.__mro__ for name in (*vars(c), *vars(c).get("__annotations__", ()))}
 
 
 SIGNATURE: inspect.Signature = vars(Gathered)["fsdp_pre_all_gather"].signature

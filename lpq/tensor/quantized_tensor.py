@@ -29,7 +29,7 @@ from lpq.registry.showing import preformatted
 from lpq.registry.warning import warn
 from lpq.tensor.fsdp_protocol import Gathered
 from lpq.tensor.inference import normal_tensors
-from lpq.tensor.rebuilt import check_flags, operands_of
+from lpq.tensor.rebuilt import check_flags, operands_of, set_attributes
 from lpq.torch_private.tensors import is_parameter, mark_as_parameter, no_torch_function, wrapper_subclass
 
 if TYPE_CHECKING:
@@ -364,7 +364,7 @@ class QuantizedTensor(Gathered, Tensor):
         is_param = is_parameter(self)
         is_shard = self.amax_group is not None
         state = (self.quantizer.text, sides, tuple(self.shape), self.dtype, self.requires_grad, is_param, is_shard)
-        return rebuild, state
+        return rebuild, (*state, given) if is_param and (given := self.given()) else state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         copy = self.map(torch.clone).requires_grad_(self.requires_grad)
@@ -401,6 +401,7 @@ def rebuild(
     requires_grad: bool,
     is_param: bool,
     is_shard: bool = False,
+    attributes: Any = None,
 ) -> QuantizedTensor:
     """Make a saved QuantizedTensor. The format's plugin is looked up now, so a missing one is an error in words."""
     check_flags(requires_grad=requires_grad, is_param=is_param, is_shard=is_shard)
@@ -411,4 +412,5 @@ def rebuild(
     )  # fmt: skip
     if is_param:
         mark_as_parameter(tensor)
+    set_attributes(tensor, attributes)
     return tensor

@@ -29,6 +29,13 @@ def check_flags(**flags: object) -> None:
             raise _damaged(f"its {name} is {brief(value)}")
 
 
+def set_attributes(parameter: Any, attributes: Any) -> None:
+    """Give a saved parameter the attributes that others had set on it."""
+    if not isinstance(attributes, Mapping | None):
+        raise _damaged(f"its attributes are {brief(attributes)}")
+    vars(parameter).update(parameter.given(attributes))
+
+
 def operands_of(quantizer: Any, sides: Any, shape: Any, dtype: Any) -> dict[str, Storage]:
     """The operands by direction, over these buffers."""
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

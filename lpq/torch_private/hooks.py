@@ -30,6 +30,11 @@ hooks_of_tensor: Callable[[Any], tuple[Any, ...]] = attrgetter("_backward_hooks"
 """The hooks that autograd calls with the gradient of a tensor."""
 
 
+def hang_again(tensor: Any) -> None:
+    """Have autograd call the hooks of a tensor whose content ``swap_tensors`` has exchanged, and its hooks not."""
+    tensor._backward_hooks, tensor._post_accumulate_grad_hooks = hooks_of_tensor(tensor)
+
+
 def others_hang(module: Any, *kinds: Hooks) -> bool:
     """Whether others have hung hooks of these kinds on a module."""
     return any(not kind(module).keys() <= own_hooks(module) for kind in kinds)

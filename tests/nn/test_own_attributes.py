@@ -79,33 +79,6 @@ def test_attributes_of_other_names_stay() -> None:
     assert (model[0].mine, model[0]._is_hf_initialized, model[0].weight.allreduce) == ("mine", True, False)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("weights", ["high_precision", "quantized"])
-def test_what_others_set_on_a_weight_stays(weights: Any) -> None:
-    """Such as Megatron's and Hugging Face's marks: also where the weight is cast later."""
-    model = linears(64, 64, 64)
-    model[0].weight.allreduce, model[0].weight.grad = False, torch.ones(64, 64)  # type: ignore[attr-defined]
-    lpq.convert(model, "mxfp8", weights=weights)
-    weight: Any = model[0].weight
-    assert torch.equal(weight.grad, torch.ones(64, 64))
-    assert not hasattr(model[1].weight, "allreduce")
-    model.to(torch.bfloat16)(X.bfloat16()).sum().backward()
-    assert model[0].weight.allreduce is False
-
-
-@pytest.mark.parametrize("weights", ["high_precision", "quantized"])
-def test_hooks_of_a_weight_that_is_replaced_are_refused(weights: Any) -> None:
-    """As of an optimizer that steps in backward, which would train nothing."""
-    model = linears(64, 64, 64)
-    handle = model[1].weight.register_post_accumulate_grad_hook(lambda _: None)
-    before = content(model)
-    with pytest.raises(ValueError, match=r"^1: hooks hang on its weight, which weights= replaces: add them after f"):
-        lpq.convert(model, "mxfp8", weights=weights)
-    assert content(model) == before
-    lpq.convert(model, "mxfp8")
-    handle.remove()
-    lpq.convert(model, "mxfp8", weights=weights)
-
-
 def test_a_quantizer_that_saves_a_model_is_not_replaced() -> None:
     model, mine = linears(64, 64), object()
     model.save_pretrained = print  # type: ignore[assignment]
