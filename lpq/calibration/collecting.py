@@ -125,7 +125,10 @@ def collect(
         nonlocal last
         batch = next(mine, NO_BATCH)
         last = batch if batch is not NO_BATCH else last
-        return _Facts(None if batch is NO_BATCH else _samples_of(batch), team.ranks, team.exchange)
+        tensor = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), None)
+        if tensor is None and batch is not NO_BATCH:
+            raise CalibrationError(f"a batch is a {type(batch).__name__} without a tensor: pass arguments of the model")
+        return _Facts(None if tensor is None else tensor.shape[0], team.ranks, team.exchange)
 
     def run(own: int, turns: int, counted: bool, leads: bool) -> None:
         for turn in range(turns):
@@ -201,13 +204,6 @@ def _counts(target: Target, team: Peers, counted: bool, leads: bool) -> bool:
     if target.layer in team.layers:
         return counted and leads
     return counted or (target.expert is not None and is_shared_out(target.layer))
-
-
-def _samples_of(batch: Any) -> int:
-    tensor = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), None)
-    if tensor is None:
-        raise CalibrationError(f"a batch is a {type(batch).__name__} without a tensor: pass the arguments of the model")
-    return tensor.shape[0]
 
 
 def _turns(facts: Sequence[_Facts], team: Peers) -> tuple[int, int]:

@@ -43,7 +43,10 @@ class Model:
 
     def __init__(self, model: nn.Module) -> None:
         check_model(model, CheckpointError)
-        self.module = _unwrapped(model)
+        inner: object = model
+        while isinstance(inner, nn.Module):
+            self.module = inner
+            inner = inner.module if isinstance(inner, Replicas | nn.DataParallel) else compiled_from(inner)
         self._original = model
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -269,14 +272,6 @@ def is_shared(model: object, replicas: bool = True) -> bool:
 def is_extra(name: str) -> bool:
     """Whether this name in a state dict belongs to a module's ``get_extra_state``."""
     return name.rpartition(".")[2] == EXTRA_STATE
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    while True:
-        inner = model.module if isinstance(model, Replicas | nn.DataParallel) else compiled_from(model)
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
 
 
 def _joined(module: str, name: str) -> str:

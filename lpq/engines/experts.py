@@ -87,7 +87,11 @@ def split(entry: FileEntry, stacks: Stacks, imported: Mapping[str, Tensor]) -> l
         return [*_matrices(stack, entry, imported)]
     stack = stacks.get(f"{entry.name.removesuffix('bias')}weight") if entry.name.endswith("bias") else None
     if stack is not None and stack.is_split and len(entry.shape) == 2:
-        return [*_biases(stack, entry)]
+        rows, last = _GatheredStack(entry.gather), len(stack.names) - 1
+        return [
+            replace(entry, name=f"{layer}.bias", shape=entry.shape[1:], gather=rows.of(number, number == last))
+            for number, (layer,) in enumerate(stack.names)
+        ]
     return None
 
 
@@ -106,14 +110,6 @@ def _matrices(stack: Stack, whole: FileEntry, imported: Mapping[str, Tensor]) ->
                 whole, name=f"{layer}.weight", shape=(each, cols), gather=stack_pieces.of(number, last),
                 layer=Multiplied.by(stack.recipe, layer, own, imported.get(layer)), part=part,
             )  # fmt: skip
-
-
-def _biases(stack: Stack, whole: FileEntry) -> Iterator[FileEntry]:
-    """Yield the biases of a stack, ``[experts, rows]``."""
-    stack_pieces = _GatheredStack(whole.gather)
-    for number, (layer,) in enumerate(stack.names):
-        get = stack_pieces.of(number, number == len(stack.names) - 1)
-        yield replace(whole, name=f"{layer}.bias", shape=whole.shape[1:], gather=get)
 
 
 class _GatheredStack:
