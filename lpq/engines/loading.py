@@ -28,7 +28,7 @@ from lpq.formats import Storage
 from lpq.nn import Layer, convert
 from lpq.nn.expert_stacks import ExpertStack, Names, renamed
 from lpq.nn.names import plain_name
-from lpq.nn.sharded_weights import Weights
+from lpq.nn.sharded_weights import Weights, check_replaced
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.operations import decode, remember
 from lpq.operations.inputs import DTYPES
@@ -80,6 +80,9 @@ def load_quantized(
         job = _Job(files, view, layers, stacks, Intended.of(view, rules, weights, stacks))
         job.judge()
         if rules is not None:
+            for stack in stacks.values():
+                if weights == "quantized" and type(stack.weight) is nn.Parameter:
+                    check_replaced(stack.name, stack.weight)
             convert(view.module, rules, weights=weights)
             if weights == "quantized":
                 store_quantized(stacks)

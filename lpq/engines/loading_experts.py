@@ -12,6 +12,7 @@ from lpq.engines.reading import Quantized
 from lpq.formats import Quantizer, Storage
 from lpq.formats.sections import cat, stacked
 from lpq.nn.expert_stacks import ExpertStack, Names, stacks_in_files
+from lpq.nn.sharded_weights import replace_parameter
 from lpq.operations.derived_operands import derives_col
 from lpq.registry.showing import listed
 
@@ -63,7 +64,7 @@ def store_quantized(stacks: Mapping[str, ExpertStack]) -> None:
         weight = stack.weight
         if type(weight) is nn.Parameter and not (w.side("row").static or w.side("col").static):
             tensor = w.quantize(weight.detach(), col=not derives_col(w), stack=True)
-            setattr(stack.holder, stack.key, nn.Parameter(tensor, requires_grad=weight.requires_grad))
+            replace_parameter(stack.holder, stack.key, tensor)
 
 
 def operand_of(names: Names, read_layer: Callable[[str], Storage]) -> Storage:

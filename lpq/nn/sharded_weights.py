@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from torch import Tensor, nn
 
@@ -90,11 +90,8 @@ def check_weights(
         if stored is not None:
             _check_stored(name or type(module).__name__, stored, weight.shape, weights, ranks, schedule)
         elif weights is not None and "weight" in module._parameters and owners[id(weight)] < 2:  # others stay
-            ordinary = type(weight.detach()) is Tensor
-            if (ordinary or weights == "quantized") and any(hooks_of_tensor(weight)):
-                raise ValueError(f"{name}: weights= replaces its weight, and loses hooks: add them after fully_shard")
-            if ordinary and (names := sorted(vars(weight).keys() & TAKEN)):
-                raise ValueError(f"{name}: weights= replaces its weight, and loses {listed(names)}: rename yours")
+            if weights == "quantized" or type(weight.detach()) is Tensor:
+                check_replaced(name or type(module).__name__, weight)
             if weights == "quantized" and any(quantizers):
                 _check_storable(name or type(module).__name__, schedule)
 
@@ -175,13 +172,27 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
             weight.title = f"{name}.weight".strip(".")
         else:
             weight = as_shard(weight)
-        was = layer.weight
-        layer.weight = nn.Parameter(weight, requires_grad=was.requires_grad)
-        layer.weight.grad = was.grad
-        vars(layer.weight).update(was.given() if isinstance(was, Gathered) else vars(was))
+        replace_parameter(layer, "weight", weight)
         layer.claim_weight()
-        if not isinstance(was, Gathered):  # which notices it by itself
-            was.replaced_by = "lpq.convert"  # type: ignore[attr-defined]  # for an optimizer's error
+
+
+def check_replaced(name: str, weight: Tensor) -> None:
+    """Refuse a weight that has what ``replace_parameter`` would lose."""
+    if any(hooks_of_tensor(weight)):
+        raise ValueError(f"{name}: weights= replaces its weight, and loses hooks: add them after fully_shard")
+    if not isinstance(weight, Gathered) and (names := sorted(vars(weight).keys() & TAKEN)):
+        raise ValueError(f"{name}: weights= replaces its weight, and loses {listed(names)}: rename yours")
+
+
+def replace_parameter(module: nn.Module, key: str, tensor: Tensor) -> None:
+    """Put a tensor in the place of a parameter, with the gradient and the attributes that this has."""
+    was: Any = getattr(module, key)
+    parameter = nn.Parameter(tensor, requires_grad=was.requires_grad)
+    parameter.grad = was.grad
+    vars(parameter).update(was.given() if isinstance(was, Gathered) else vars(was))
+    setattr(module, key, parameter)
+    if not isinstance(was, Gathered):  # which notices it by itself
+        was.replaced_by = "lpq.convert"  # for an optimizer's error
 
 
 def why_none_stored(model: nn.Module, ranks: int | None) -> str | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from copy import copy
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,9 @@ from lpq.recipes.gemms import TENSORS
 from lpq.registry.former_names import former_attribute
 from lpq.registry.showing import listed
 from lpq.tensor import QuantizedTensor
+from lpq.tensor.fsdp_protocol import Gathered
 from lpq.torch_private.compiling import is_exporting, once_when_traced
+from lpq.torch_private.hooks import hang_again
 from lpq.torch_private.tensors import local_part
 
 
@@ -261,7 +263,11 @@ class StatefulLayer(nn.Module):
                 )
             return applied
 
+        prepared = [(p, cast("Any", p).given()) for p in self._parameters.values() if isinstance(p, Gathered)]
         super()._apply(still_stored, recurse)  # type: ignore[no-untyped-call]
+        for parameter, given in prepared:  # torch has put another tensor in it, with attributes of its own
+            vars(parameter).update(given)
+            hang_again(parameter)
         for name, before in state.items():  # .to(torch.bfloat16) is meant for the weights
             device = getattr(self, name).device
             setattr(self, name, torch.zeros_like(before, device=device) if before.is_meta else before.to(device))

@@ -13,7 +13,6 @@ from lpq.nn.called import Weight
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import Gathered
-from lpq.torch_private.hooks import hang_again
 
 if TYPE_CHECKING:
     from lpq.distributed.tensor_parallel import Layouts
@@ -58,7 +57,6 @@ class WeightedLayer(StatefulLayer):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         weight = self._parameters.get("weight")
         had_values = isinstance(weight, QuantizedTensor) and not weight.is_meta
-        given: dict[str, Any] = weight.given() if isinstance(weight, Gathered) else {}
         try:
             super()._apply(fn, recurse)
         except RuntimeError as error:
@@ -76,9 +74,6 @@ class WeightedLayer(StatefulLayer):
                 "that move a model there have rank 0 send the values, which it cannot for such a weight: turn that "
                 "off (cpu_ram_efficient_loading=False in accelerate), or convert with weights='high_precision'"
             )
-        if isinstance(weight, Gathered):  # torch has put another tensor in it, with attributes of its own
-            vars(weight).update(given)
-            hang_again(weight)
         self.claim_weight()
         return self
 

@@ -228,6 +228,30 @@ def test_fused_experts_are_imported_bit_for_bit(name: str, recipe: str, tmp_path
         lpq.load_quantized(fused(name), tmp_path / "x")
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_others_set_on_a_stack_stays(tmp_path: Path) -> None:
+    """Where the stack is stored as the files have it, and where it is cast afterwards."""
+    key, seen = "model.layers.0.mlp.experts.gate_up_proj", []
+    lpq.export(lpq.convert(fused("Qwen3Moe"), policy("mxfp8")), tmp_path / "x", layout=LAYOUT)
+    model: Any = fused("Qwen3Moe")
+    was = model.get_parameter(key)
+    handle, was.mark, was.grad = was.register_hook(lambda _: None), 3, torch.ones_like(was)
+    with pytest.raises(CheckpointError, match=rf"{key}: weights= replaces its weight, and loses hooks"):
+        lpq.load_quantized(model, tmp_path / "x")
+    assert model.get_parameter(key) is was
+    handle.remove()
+    optimizer = torch.optim.SGD([was], lr=1.0)
+    stored: Any = lpq.load_quantized(model, tmp_path / "x").get_parameter(key)
+    assert isinstance(stored, lpq.QuantizedTensor)
+    assert (stored.mark, stored.grad.sum().item()) == (3, was.numel())
+    with pytest.raises(RuntimeError, match=r"lpq\.convert replaced in the model"):
+        optimizer.step()
+    stored.register_hook(seen.append)
+    stored.grad = None
+    model.half()(torch.arange(32)[None]).logits.sum().backward()
+    assert (stored.dtype, stored.mark, len(seen)) == (torch.float16, 3, 1)
+
+
 def test_experts_that_engines_have_no_layers_for_stay_in_one_tensor_and_that_is_said(tmp_path: Path) -> None:
     model = lpq.convert(fused("GptOss"), policy("mxfp8"))
     done = lpq.export(model, tmp_path / "x", layout=LAYOUT)
