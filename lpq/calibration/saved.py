@@ -71,20 +71,19 @@ class SavedStatistics:
 
     def keep(self, name: str, own: Statistics, batches: int) -> None:
         """Write the statistics of all ranks, which call this together. The earlier file stays until it is replaced."""
-        if self._path is None:
+        if (target := self._path) is None:
             return
         reduced = reduce(own, self._ranks).by_how()
         state = {how: {key: value.cpu() for key, value in values.items()} for how, values in reduced.items()}
         self._passes[name] = {"statistics": state, "batches": batches}
-        self._ranks.first(self._write)
+        self._ranks.first(lambda: self._write(target))
 
-    def _write(self) -> None:
-        assert self._path is not None
+    def _write(self, target: Path) -> None:
         try:
-            with whole_file(self._path) as path:
+            with whole_file(target) as path:
                 torch.save({"version": VERSION, "settings": self._settings, "passes": self._passes}, path)
         except (CheckpointError, OSError, RuntimeError) as wrong:
-            raise CalibrationError(f"{self._path} cannot be written: {wrong}") from wrong
+            raise CalibrationError(f"{target} cannot be written: {wrong}") from wrong
 
 
 def _check(data: Any) -> None:

@@ -68,18 +68,12 @@ class Target:
         """The statistics of the weight, by name. It is gathered, unless it is an expert's, which is on one rank."""
         if self.weight is None or not (names := self.names("w")):
             return
-        matrix = whole(self.weight) if self.expert is None else self._own_matrix(self.expert)
+        matrix = whole(self.weight) if self.expert is None else _own_matrix(self.weight, self.expert)
         if matrix is not None:
             matrix = as_matrix(matrix.t() if self.layer.transposed else matrix)
             yield from self._measured("w", matrix, self.dtype or self.weight.dtype)
         else:  # another rank has it
             yield from ((name, torch.zeros((), device=local_part(self.weight).device)) for name in names)
-
-    def _own_matrix(self, expert: int) -> Tensor | None:
-        """The matrix of an expert; None if this rank does not hold it."""
-        assert self.weight is not None
-        first, last, _ = chunk(self.weight)[0].indices(len(self.weight))
-        return plain(local_part(self.weight.detach()))[expert - first] if first <= expert < last else None
 
     def places(self) -> dict[str, Tensor]:
         """The static values of the layer by the names of statistics, to write to."""
@@ -111,6 +105,12 @@ class Place(NamedTuple):
     """The number of the expert; None: the whole layer."""
 
 
+def _own_matrix(weight: Tensor, expert: int) -> Tensor | None:
+    """The matrix of an expert; None if this rank does not hold it."""
+    first, last, _ = chunk(weight)[0].indices(len(weight))
+    return plain(local_part(weight.detach()))[expert - first] if first <= expert < last else None
+
+
 def places(model: Model) -> Iterator[Place]:
     """Yield the layers with a recipe of a model, each once, and of grouped layers each expert."""
     for own, layer in model.module.named_modules():
@@ -138,7 +138,8 @@ def targets(model: nn.Module, search: str | None) -> list[Target]:
         stored = isinstance(local_part(weight), QuantizedTensor)
         static = _static(recipe, search, weights=not stored)
         of_weight = None if stored else weight
-        target = Target(name, layer, static, _dynamic(recipe), of_weight, dtypes.get(id(layer)), stack, expert)
+        dynamic = _with(recipe, lambda quantizer, _: quantizer.frozen(static=False))
+        target = Target(name, layer, static, dynamic, of_weight, dtypes.get(id(layer)), stack, expert)
         if static != recipe or target.names("x") or target.names("w"):
             result.append(target)
     return result
@@ -161,11 +162,6 @@ def forgotten(model: nn.Module) -> str:
         "static: bool = False: with that, and nothing else, the statistic can become static"
         for name, stat in stats_by_format.items()
     )
-
-
-def _dynamic(recipe: Recipe) -> Recipe:
-    """The recipe that measures everything."""
-    return _with(recipe, lambda quantizer, _: quantizer.frozen(static=False))
 
 
 def searches(target: Target, search: str) -> bool:

@@ -99,8 +99,7 @@ class CheckpointWriter(FileSystemWriter):
         replaced = self.target.with_name(self.target.name + REPLACED)
         aside = is_ours(self.target)
         if aside:
-            if is_ours(replaced):
-                remove(replaced, self.target)
+            remove(replaced, self.target)
             disk.publish(self.target, replaced)  # a process that ends now leaves this checkpoint, which is whole
         try:
             self._claim.publish(self.target, MANIFEST)
@@ -108,8 +107,7 @@ class CheckpointWriter(FileSystemWriter):
             if aside:
                 disk.publish(replaced, self.target)
             raise
-        if is_ours(replaced):
-            remove(replaced, self.target)
+        remove(replaced, self.target)
         if self._keep is not None:
             self._tidy(self._keep)
         if refusals:
@@ -126,10 +124,9 @@ class CheckpointWriter(FileSystemWriter):
         a warning, anything that has the name of a checkpoint and was not written by lpq.
         """
         steps = steps_in(self.target.parent)
-        match = STEP.fullmatch(self.target.name)
-        assert match is not None
+        own = next(step for step, _, path in steps if path == self.target)
         ours = {path: manifest for path, manifest in manifests_in(self.target.parent).items() if not path.is_symlink()}
-        upto = [path for step, ending, path in steps if path in ours and not ending and step <= int(match[1])]
+        upto = [path for step, ending, path in steps if path in ours and not ending and step <= own]
         whole = [path for path in upto if path == self.target or is_whole(path)]
         before = max((ours[path].time for path in upto if path != self.target), default=0)
         later, others = [], []
@@ -139,7 +136,7 @@ class CheckpointWriter(FileSystemWriter):
                     Claim.take(path.with_name(path.name.removesuffix(PARTIAL))).release()
             elif path not in ours:
                 others.append(path.name)
-            elif step > int(match[1]) and ours[path].time >= before and is_whole(path):
+            elif step > own and ours[path].time >= before and is_whole(path):
                 later.append(path.name)
             elif path not in whole[:keep]:
                 remove(path)

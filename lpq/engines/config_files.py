@@ -36,9 +36,8 @@ def configuration(model: nn.Module | None, base: Path | None) -> dict[str, Any]:
     empty.
 
     A model of transformers has the dtype that it has now, as in what ``save_pretrained`` writes."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if callable(getattr(config, "to_diff_dict", None)):
-        assert config is not None
         data: dict[str, Any] = json.loads(json.dumps(config.to_diff_dict(), default=_text))
         own = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))  # FSDP2 made it another one
         data["architectures"] = [own.__name__]
@@ -68,9 +67,8 @@ def small_files(model: nn.Module | None, base: Path | None) -> dict[str, bytes]:
         if is_small and path.is_file() and not any(fnmatchcase(path.name, pattern) for pattern in NOT_COPIED):
             assert base is not None
             contents[path.name] = _own(path, base).read_bytes()
-    generation = getattr(model, "generation_config", None)
+    generation: Any = getattr(model, "generation_config", None)
     if callable(getattr(generation, "to_json_string", None)):
-        assert generation is not None
         contents["generation_config.json"] = generation.to_json_string().encode()
     return contents
 

@@ -77,13 +77,13 @@ def is_ours(path: Path) -> bool:
 
 
 def remove(path: Path, heir: Path | None = None) -> None:
-    """Remove the files that the manifest of a checkpoint lists, and the directory if no other is in it.
+    """Remove the files that the manifest of a checkpoint lists, if it has one, and the directory if no other is in it.
 
     The manifest goes last: if this ends half-way, the rest is a checkpoint that is not whole. Other files in it are not
     lpq's. They move to the directory ``heir``, which takes this one's place, or stay; a warning names them.
     """
-    manifest = read_manifest(path)
-    assert isinstance(manifest, Manifest)
+    if not isinstance(manifest := read_manifest(path), Manifest):
+        return
     try:
         for name in [*(name for name in manifest.files if disk.PLAIN.fullmatch(name)), LOCK]:
             if (path / name).is_symlink() or not (path / name).is_dir():

@@ -85,8 +85,7 @@ def _compiled(compiler: str, headers: str, source: Path) -> bytes:
 
 def _load(place: Path) -> Any:
     loader = importlib.machinery.ExtensionFileLoader(NAME, str(place))
-    spec = importlib.util.spec_from_loader(NAME, loader)
-    assert spec is not None
+    spec = importlib.machinery.ModuleSpec(NAME, loader, origin=str(place))
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module

@@ -137,8 +137,7 @@ class Trainer:
         with self.watch.step() if self.watch is not None else nullcontext():
             value, norm = self._gradients(batch, probe)
         promoted = self._look(batch, value, norm, before)
-        if promoted and not (math.isfinite(value) and math.isfinite(norm)):
-            assert before is not None
+        if promoted and before is not None and not (math.isfinite(value) and math.isfinite(norm)):
             before.restore()
             self.optimizer.zero_grad()
             lpq.set_step(self.model, self.step)
