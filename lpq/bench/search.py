@@ -24,6 +24,7 @@ from lpq.bench.gpus import GPUS, key_of, predicted
 from lpq.bench.knapsack import ROUNDING, Option, under_error, under_time
 from lpq.bench.layers import LayerSize
 from lpq.bench.searched_layers import Rows, StackShape, rule_names, searched_layers
+from lpq.files.disk import writable
 from lpq.nn.conversion import convert
 from lpq.nn.first_argument import check_model
 from lpq.nn.names import plain_name
@@ -96,7 +97,8 @@ class SearchResult(Readable):
     def write(self, path: str | Path) -> None:
         """Write the policy to a TOML file, for ``lpq.convert`` and ``python -m lpq train --policy``."""
         summary = "".join(f"# {line}\n" for line in self.summary().splitlines())
-        Path(path).write_text(f"# made by lpq.search\n{summary}\n{self.policy.to_toml()}", encoding="utf-8")
+        with writable(path) as file:
+            file.write_text(f"# made by lpq.search\n{summary}\n{self.policy.to_toml()}", encoding="utf-8")
 
     def rows(self) -> list[tuple[str, ...]]:
         """The cells of a table of the layers."""

@@ -37,6 +37,7 @@ from lpq.cli.doctor import Device
 from lpq.cli.kernels import check_environment, pick_device
 from lpq.cli.models import NAMED, Chosen, alike, layer_sizes, left_out, on_meta
 from lpq.cli.output import Json, as_json, print_text
+from lpq.files.disk import writable
 from lpq.recipes.policy_sources import refuse_rules
 from lpq.registry.errors import LpqError, OptionError
 from lpq.registry.tables import table
@@ -205,12 +206,7 @@ def _remarks(native: dict[str, list[str]], where: torch.device) -> list[str]:
 
 
 def _write(folder: Path, result: dict[str, Any], svg: str | None) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "bench.json").write_text(jsonlib.dumps(result, indent=1) + "\n", encoding="utf-8")
-        if svg is not None:
-            (folder / "bench.svg").write_text(svg, encoding="utf-8")
-    except OSError as error:
-        raise BenchError(
-            f"--out {folder} cannot be written: {error.strerror or error}; choose another folder"
-        ) from error
+    for name, text in (("bench.json", jsonlib.dumps(result, indent=1) + "\n"), ("bench.svg", svg)):
+        if text is not None:
+            with writable(folder / name) as file:
+                file.write_text(text, encoding="utf-8")

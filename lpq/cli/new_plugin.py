@@ -13,15 +13,12 @@ from typing import Annotated
 import typer
 
 from lpq import registry
+from lpq.files.disk import writable
 from lpq.registry.errors import LpqError, OptionError
 from lpq.registry.grammar import parse
 from lpq.registry.showing import brief
 
 NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
-
-
-class NewPluginError(LpqError):
-    """A plugin cannot be written there, for the reason in the message."""
 
 
 def new_plugin(
@@ -31,19 +28,13 @@ def new_plugin(
     """Write the folder lpq-NAME: a package with a new number format, ready to install and to change."""
     check_name(name)
     if not directory.is_dir():
-        raise NewPluginError(f"--dir {directory} is not a folder that exists: make it first, or choose another --dir")
+        raise LpqError(f"--dir {directory} is not a folder that exists: make it first, or choose another --dir")
     target = directory / f"lpq-{name}"
     if target.exists():
-        raise NewPluginError(f"{target} exists already: remove it, or choose another --dir")
+        raise LpqError(f"{target} exists already: remove it, or choose another --dir")
     for path, text in rendered(name).items():
-        file = target / path
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
+        with writable(target / path) as file:
             file.write_text(text)
-        except OSError as error:
-            raise NewPluginError(
-                f"{file} cannot be written: {error.strerror or error}; choose another --dir"
-            ) from error
     typer.echo(f"{target}: the format {name}, for now symmetric INT8. To go on:")
     typer.echo(
         f"  pip install -e {shlex.quote(str(target))}\n  python -m lpq check {name}\n"

@@ -8,10 +8,13 @@ import os
 import re
 import stat
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lpq.files.errors import CheckpointError
+from lpq.registry.errors import LpqError
 from lpq.registry.showing import brief
 
 PARTIAL = ".partial"
@@ -83,6 +86,17 @@ def json_of(text: str | bytes) -> Any:
         return table
 
     return json.loads(text, object_pairs_hook=once)
+
+
+@contextmanager
+def writable(path: object) -> Iterator[Path]:
+    """The place of a file to write, in a folder that is made if it is not there; what hinders that is told in words."""
+    file = place(path)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        yield file
+    except OSError as error:
+        raise LpqError(f"{file} cannot be written: {error.strerror or error}; choose another place") from error
 
 
 def write(path: Path, data: bytes) -> None:

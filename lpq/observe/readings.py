@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lpq.files.disk import json_of
+from lpq.files.disk import json_of, writable
 from lpq.observe.sums import Reading, noise_order
 from lpq.registry.errors import LpqError
 from lpq.registry.showing import Readable, brief
@@ -92,28 +92,27 @@ class Readings(Readable):
         """Write a line of JSON for each reading, to each path all of them. The first call for a path writes the file
         anew, but for the lines of the steps before a resumed run; later ones add to it, or write it anew where somebody
         else has changed it. Another file than one of readings is refused."""
-        readings, path = self.readings(), Path(path).absolute()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        count, size = self._written.get(path, (0, -1))
-        if path.is_file() and path.stat().st_size == size:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(_lines(readings[count:]))
-        elif path.exists() and not path.is_file():
-            raise NumericsError(f"{path} is no file: write statistics to a file, as to numerics.jsonl in it")
-        else:
-            old = [one for one in Readings.read(path).readings() if one.step < self._first] if path.is_file() else []
-            part = path.with_name(path.name + ".part")
-            part.write_text(_lines([*old, *readings]), encoding="utf-8")
-            os.replace(part, path)
-        self._written[path] = len(readings), path.stat().st_size
+        with writable(path) as place:
+            readings, path = self.readings(), place.absolute()
+            count, size = self._written.get(path, (0, -1))
+            if path.is_file() and path.stat().st_size == size:
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(_lines(readings[count:]))
+            elif path.exists() and not path.is_file():
+                raise NumericsError(f"{path} is no file: write statistics to a file, as to numerics.jsonl in it")
+            else:
+                old = [r for r in Readings.read(path).readings() if r.step < self._first] if path.is_file() else []
+                part = path.with_name(path.name + ".part")
+                part.write_text(_lines([*old, *readings]), encoding="utf-8")
+                os.replace(part, path)
+            self._written[path] = len(readings), path.stat().st_size
 
     def page(self, path: str | Path) -> None:
         """Write one page of HTML with a chart of each layer over time. It asks for nothing from outside."""
         from lpq.observe.page import page
 
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page(self.readings()), encoding="utf-8")
+        with writable(path) as file:
+            file.write_text(page(self.readings()), encoding="utf-8")
 
     def tensorboard(self, directory: str | Path) -> None:
         """Write the readings to a directory for TensorBoard, which must be installed: those that are new since the last

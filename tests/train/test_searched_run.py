@@ -73,11 +73,12 @@ def test_the_baseline_of_a_run_is_searched(
 
 def test_a_policy_that_cannot_be_written_is_told_before_the_run_is_read(tmp_path: Path, lpq_command: Command) -> None:
     given = ("search", tmp_path / "no run", "--time", 0.5, "--gpu", "b200", "--out")
-    ended = lpq_command(*given, tmp_path / "no folder" / "policy.toml")
+    (file := tmp_path / "file").touch()
+    ended = lpq_command(*given, file / "policy.toml")
     assert ended.status == 1
-    assert "policy.toml cannot be written: No such file or directory; choose another folder" in ended.err
-    assert "cannot be written" not in lpq_command(*given, tmp_path / "policy.toml").err
-    assert [*tmp_path.iterdir()] == []
+    assert "policy.toml cannot be written: Not a directory; choose another place" in ended.err
+    assert "cannot be written" not in lpq_command(*given, tmp_path / "new folder" / "policy.toml").err
+    assert [*tmp_path.iterdir()] == [file]
 
 
 @pytest.mark.parametrize(

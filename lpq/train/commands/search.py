@@ -69,10 +69,11 @@ def search(
     budget_of(_budget(time), _budget(error), [BF16, *(recipe or USUAL)], "--{} {}")
     card, _ = gpu_named(gpu, "--gpu")
     try:
-        with TemporaryFile(dir=out.parent):  # a file can be written there
-            pass
+        with TemporaryFile(dir=next(folder for folder in out.absolute().parents if folder.exists())):
+            pass  # a file can be written there
     except OSError as failure:
-        raise _unwritable(out, failure) from failure
+        why = failure.strerror or failure
+        raise LpqError(f"--out {out} cannot be written: {why}; choose another place") from failure
     model, closures = _prepared(checkpoint_in(run), batches)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("Replaying")
@@ -88,9 +89,9 @@ def search(
         )
     try:
         result.write(out)
-    except OSError as failure:
+    except LpqError:
         print_text(result.policy.to_toml())  # the measurements are not lost
-        raise _unwritable(out, failure) from failure
+        raise
     remarks = [provenance(card), *not_compared({text: [lpq.recipe(text)] for text in recipe or USUAL})]
     if all({*one.products} == {BF16} for one in result.choices.values()):
         remarks.append(
@@ -104,10 +105,6 @@ def search(
     print_text(result.summary())
     print_text(" ".join(remarks))
     print_text(f"written to {out}, for lpq train --policy {out}")
-
-
-def _unwritable(out: Path, failure: OSError) -> LpqError:
-    return LpqError(f"--out {out} cannot be written: {failure.strerror or failure}; choose another folder")
 
 
 def _budget(text: str) -> float | str | None:
