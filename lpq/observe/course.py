@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from lpq.observe.readings import NumericsError, check_number, check_whole
+from lpq.observe.readings import NumericsError, check_number, check_whole, is_number
+from lpq.registry.showing import brief
 
 
 class Course:
@@ -52,8 +53,10 @@ class Course:
 
     def why(self, loss: float, norm: float | None = None) -> str | None:
         """Say why a step with this loss and norm is off the course, or None; the step is not taken."""
-        for name, value in (("loss", loss), ("gradient norm", norm)):
-            if value is not None and not math.isfinite(value):
+        for name, value in (("loss", loss), *([] if norm is None else [("gradient norm", norm)])):
+            if not is_number(value):
+                raise NumericsError(f"Course: the {name} is {brief(value)}: give a number, as loss.item() of a tensor")
+            if not math.isfinite(value):
                 return f"the {name} is {value}"
         if len(self._losses) >= self._least:
             middle = median(self._losses)

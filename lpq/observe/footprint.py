@@ -20,6 +20,7 @@ from lpq.formats import Quantizer
 from lpq.formats.sections import is_stack
 from lpq.nn import Layer
 from lpq.nn.first_argument import check_model
+from lpq.observe.readings import check_whole
 from lpq.operations.derived_operands import derives_col
 from lpq.optim import QuantizedStates
 from lpq.optim.adamw import FIRST, SECOND
@@ -95,6 +96,7 @@ def memory(
             named stays in high precision.
     """
     check_model(model)
+    check_whole("memory", 1, ranks=1 if ranks is None else ranks)
     forms = _forms(tuple(moments.items())) if moments else {}
     over = ranks or next((p.device_mesh.size(-1) for p in model.parameters() if isinstance(p, DTensor)), 1)
     layers = {id(m.weight): m for m in model.modules() if isinstance(m, Layer) and m.gather is not None}

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from lpq.files.disk import json_of, writable
 from lpq.observe.sums import Reading, noise_order
@@ -27,10 +27,15 @@ def check_whole(owner: str, least: int, /, **given: object) -> None:
             raise NumericsError(f"{owner}: {name}={brief(value)}: it is a whole number from {least} on")
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a number of Python's, which may be NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def check_number(owner: str, most: float, /, **given: object) -> None:
     """Refuse values that are no numbers from 0 to ``most``."""
     for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        if not is_number(value) or not 0 <= value <= most:
             to = "on" if math.isinf(most) else f"to {most:g}"
             raise NumericsError(f"{owner}: {name}={brief(value)}: it is a number from 0 {to}")
 

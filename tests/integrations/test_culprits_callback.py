@@ -208,6 +208,16 @@ def test_a_course_that_is_none_is_refused(options: Any, says: str) -> None:
         Course(**options)
 
 
+@pytest.mark.parametrize("step", [(None,), ("x",), (True,), (torch.ones(()),), (1.0, "x"), (1.0, torch.ones(()))])
+def test_a_step_of_a_course_has_numbers(step: Any) -> None:
+    """A tensor would keep the graph of the step."""
+    course = Course()
+    for take in (course.leaves, course.off, course.why):
+        with pytest.raises(NumericsError, match=r"Course: the .* is .*: give a number, as loss\.item\(\) of a tensor"):
+            take(*step)
+    assert course.state_dict() == Course().state_dict()
+
+
 @pytest.mark.parametrize(
     "options", [{"promote": "x"}, {"promote": -1}, {"promote": True}, {"course": 3}, {"least": "x"}, {"most": 0}]
 )

@@ -11,7 +11,7 @@ from torch import nn
 
 import lpq
 from lpq.cli.shapes import SHAPES, Transformer
-from lpq.observe import held_bytes, memory
+from lpq.observe import NumericsError, held_bytes, memory
 from lpq.optim import QuantizedStates
 
 BLOCK = 4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336
@@ -85,6 +85,12 @@ def test_what_belongs_to_no_block_is_gathered_once_in_all_directions() -> None:
 def _norms(model: Transformer) -> int:
     """The bytes of the blocks' norms, which two gathers bring twice."""
     return sum(p.nbytes for p in model.blocks.parameters() if p.dim() == 1)
+
+
+@pytest.mark.parametrize("ranks", [0, -2, 1.5, "x", True])
+def test_a_number_of_ranks_that_is_none_is_refused(ranks: Any) -> None:
+    with pytest.raises(NumericsError, match=r"memory: ranks=.*: it is a whole number from 1 on"):
+        memory(nn.Linear(64, 64), ranks)
 
 
 def test_ranks_share_out_and_one_rank_sends_nothing() -> None:
