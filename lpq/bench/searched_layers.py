@@ -8,7 +8,6 @@ from typing import NamedTuple
 from torch import nn
 
 from lpq.bench.layers import LayerSize, StackSize, linear_layers
-from lpq.nn.conversion_plan import names_of
 from lpq.nn.expert_stacks import expert_stacks
 from lpq.nn.names import plain_name
 from lpq.nn.stateful_layer import StatefulLayer
@@ -44,11 +43,6 @@ def searched_layers(model: nn.Module) -> dict[str, list[StackShape]]:
             shape = StackShape(one.holder, one.key, inputs, outputs, experts)
             shapes.setdefault(one.holder_name, []).append(shape)
     return shapes
-
-
-def rule_names(model: nn.Module) -> dict[str, list[str]]:
-    """All names by which rules know each module, by the first one: a module may be in several places."""
-    return {plain_name(name): [*map(plain_name, every)] for name, every in names_of(model).items()}
 
 
 class Rows:

@@ -17,10 +17,10 @@ from lpq import observe
 from lpq.bench.gpus import GPUS, NARROW, USUAL_SHARE, Gpu, bytes_of_element, is_compared, key_of, predicted
 from lpq.bench.layers import LayerSize, StackSize
 from lpq.bench.native import native_products
-from lpq.bench.searched_layers import rule_names
 from lpq.bench.speedups import in_figures, measure, ratio, total
 from lpq.cli.models import NAMED, Chosen, ModelError, alike, layer_sizes, left_out, on_meta, patterns
 from lpq.cli.output import Json, as_json, print_text
+from lpq.nn.conversion_plan import rule_names
 from lpq.recipes import Recipe
 from lpq.recipes.policy_sources import refuse_rules
 from lpq.recipes.rules import LEAVE

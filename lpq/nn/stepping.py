@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import nn
 
 from lpq.nn.conversion import RECORD, Conversion, check_length, conversions, recorded
-from lpq.nn.conversion_plan import check_layers, names_of
+from lpq.nn.conversion_plan import check_layers, rule_names
 from lpq.nn.first_argument import check_model
-from lpq.nn.names import plain_name
 from lpq.nn.sharded_weights import check_weights
 from lpq.nn.stages import Stages, last_change
 from lpq.nn.stateful_layer import StatefulLayer, give_recipes
@@ -60,8 +59,7 @@ def replan(model: nn.Module, *, steps: int) -> None:
     check_length(steps)
     _take(model, {layer: layer.schedule.replan(steps) for layer in _scheduled(model) if layer.schedule is not None})
     for _, module, conversion in recorded(model):
-        aliases = [alias for of_one in names_of(module).values() for alias in of_one]
-        every = [plain_name(f"{conversion.within}.{alias}").strip(".") for alias in aliases]
+        every = [alias for aliases in rule_names(module, conversion.within).values() for alias in aliases]
         report = replace(conversion.report, unreached=conversion.policy.unreached(every, steps))
         module.__dict__[RECORD] = replace(conversion, steps=steps, report=report)
 
@@ -82,8 +80,12 @@ def promote(model: nn.Module, recipes: Mapping[StatefulLayer, Recipe], *, until:
     for _, module, conversion in recorded(model):
         new = [(layer, layer.schedule) for layer in _scheduled(module) if layer not in planned]
         own = [(layer, schedule.planned[1]) for layer, schedule in new if schedule and schedule.planned]
-        rules = [Rule((exactly(name),), recipes[layer], until) for layer, name in own if layer in recipes]
-        policy = replace(conversion.policy, rules=(*rules, *_without(conversion.policy.rules, rules)))
+        names = rule_names(module, conversion.within)
+        match = {layer: tuple(map(exactly, names.get(name, [name]))) for layer, name in own if layer in recipes}
+        rules = [Rule(patterns, recipes[layer], until) for layer, patterns in match.items()]
+        hidden = [r for r in conversion.policy.rules for one in rules if {*r.match} <= {*one.match} and one.outlasts(r)]
+        others = (rule for rule in conversion.policy.rules if rule not in hidden)
+        policy = replace(conversion.policy, rules=(*rules, *others))
         planned |= {layer: policy.schedule(name, conversion.steps) for layer, name in own}
         records[module] = replace(conversion, policy=policy)
     if lacking := [layer.title for layer in recipes if layer not in planned]:
@@ -91,11 +93,6 @@ def promote(model: nn.Module, recipes: Mapping[StatefulLayer, Recipe], *, until:
     _take(model, planned)
     for module, record in records.items():
         module.__dict__[RECORD] = record
-
-
-def _without(rules: Iterable[Rule], first: Iterable[Rule]) -> list[Rule]:
-    """The rules that none of the ``first`` hides."""
-    return [rule for rule in rules if not any(one.match == rule.match and one.outlasts(rule) for one in first)]
 
 
 def _scheduled(model: nn.Module) -> list[StatefulLayer]:

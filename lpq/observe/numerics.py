@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lpq import recipes
 from lpq.distributed import meeting
 from lpq.distributed.ranks import Ranks
+from lpq.nn.conversion_plan import names_of
 from lpq.nn.expert_stacks import expert_stacks
 from lpq.nn.first_argument import check_model
 from lpq.nn.linear import Layer
@@ -34,7 +35,7 @@ from lpq.observe.statistics import Question, statistics
 from lpq.observe.sums import SUMS, Reading, reading_of
 from lpq.operations.reduce_statistics import reduce_sum
 from lpq.recipes.gemms import TENSORS
-from lpq.recipes.globs import matches
+from lpq.recipes.globs import matching
 from lpq.registry.showing import brief, listed
 from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
@@ -326,14 +327,15 @@ def _tokens(tensor: Observed, rows: SomeRows) -> Tokens:
 def _names_of(model: nn.Module, patterns: Sequence[str]) -> dict[tuple[int, str], str]:
     """The names of the layers, and of the stacks of layers that have several, by the ``id`` of the module and the name
     of the stack."""
-    every = {(id(m), ""): plain_name(name) for name, m in model.named_modules() if isinstance(m, Layer)}
-    every |= {(id(one.holder), one.key): one.layer for one in expert_stacks(model)}
-    layers = {id(m) for m in model.modules() if isinstance(m, StatefulLayer)}
-    every = {key: name for key, name in every.items() if key[0] in layers}
+    places = {id(model.get_submodule(name)): [*map(plain_name, own)] for name, own in names_of(model).items()}
+    keys = [(id(m), "") for m in model.modules() if isinstance(m, Layer)]
+    keys += [(id(one.holder), one.key) for one in expert_stacks(model) if isinstance(one.holder, StatefulLayer)]
+    every = {(of, key): [f"{place}.{key}".strip(".") for place in places[of]] for of, key in keys}
     if not every:
         raise NumericsError(f"{type(model).__name__} has no layer of lpq to watch: convert it first, lpq.convert")
-    names = {key: name for key, name in every.items() if any(matches(pattern, name) for pattern in patterns)}
-    unmatched = [p for p in patterns if not any(matches(p, name) for name in every.values())]
-    if unmatched:
-        raise NumericsError(f"numerics: no layer matches {unmatched[0]!r}; they are {listed([*every.values()])}")
-    return names
+    found = matching(patterns, [name for names in every.values() for name in names])
+    if unmatched := [pattern for pattern, names in found.items() if not names]:
+        known = listed([name for name, *_ in every.values()])
+        raise NumericsError(f"numerics: no layer matches {unmatched[0]!r}; they are {known}")
+    matched = {name for names in found.values() for name in names}
+    return {key: names[0] for key, names in every.items() if matched.intersection(names)}

@@ -327,3 +327,25 @@ def test_a_name_like_a_pattern_promotes_its_layer_alone(names: tuple[str, str]) 
     lpq.set_step(net, 1)
     recipes = [net.get_submodule(name).recipe for name in names]
     assert recipes == [lpq.recipe("bf16"), lpq.recipe("mxfp8")]
+
+
+class Tied(nn.Module):
+    """A layer in two places, inside a module that is in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        self.b, self.c = self.a, self.a[0]
+
+
+def test_a_layer_with_several_names_is_promoted_by_all_of_them() -> None:
+    """By a policy that converts such a model again, as one of a checkpoint does. Earlier rules for it make room."""
+    earlier = [{"match": match, "until": 2, "recipe": "bf16"} for match in ("c", ["a.0", "b.0"])]
+    net = lpq.convert(Tied(), {"rules": [*earlier, {"match": "*", "recipe": "mxfp8"}]})
+    for until in (3, 5):
+        promote(net, {net.a[0]: lpq.recipe("bf16")}, until=until)  # type: ignore[dict-item]
+    policy = net.lpq_conversion.policy  # type: ignore[union-attr]
+    assert [(rule.match, rule.until) for rule in policy.rules] == [(("a.0", "b.0", "c"), 5), (("*",), None)]
+    again = lpq.convert(Tied(), policy)
+    assert [layer.schedule for layer in again.a] == [layer.schedule for layer in net.a]
+    assert [layer.recipe.title for layer in again.a] == ["bf16", "mxfp8"]  # type: ignore[union-attr]

@@ -386,6 +386,16 @@ def test_outliers_show_in_what_becomes_0_where_they_do_not_in_the_noise(
     assert round(100 * (one.flushed or 0)) == gone
 
 
+@pytest.mark.parametrize("layers", ["first", "second", "[fs]*"])
+def test_a_layer_with_two_names_is_watched_by_either(layers: str) -> None:
+    tied = nn.Linear(64, 64)
+    net = lpq.convert(nn.ModuleDict({"first": tied, "other": nn.Linear(64, 64), "second": tied}), "mxfp8")
+    watch = lpq.observe.numerics(net, layers=layers)
+    with watch.step():
+        tied(torch.ones(1, 64)).sum().backward()
+    assert {one.layer for one in watch.readings()} == {"first"}
+
+
 def test_what_cannot_be_watched_is_refused() -> None:
     with pytest.raises(ValueError, match="Linear has no layer of lpq to watch"):
         lpq.observe.numerics(nn.Linear(2, 2))
