@@ -19,6 +19,7 @@ from lpq.nn import convert
 from lpq.nn.names import plain_name
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.recipes import Recipe
+from lpq.recipes.globs import exactly
 from lpq.registry.showing import listed
 from lpq.registry.warning import warn
 
@@ -139,7 +140,7 @@ def _give_recipes(model: nn.Module, recipes: Mapping[nn.Module, Recipe]) -> None
     for name, layer in layers.items():
         recipe = recipes.get(layer, layer.recipe)
         if recipe is not None:
-            rules.setdefault(recipe, []).append(re.sub(r"([*?[])", r"[\1]", plain_name(name)) or "*")
+            rules.setdefault(recipe, []).append(exactly(plain_name(name)))
     accumulate = next((layer.model.accumulate for layer in layers.values()), None)
     policy = {"rules": [{"match": names, "recipe": recipe} for recipe, names in rules.items()]}
     convert(model, policy, include="all", accumulate=accumulate)

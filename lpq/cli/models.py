@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import inspect
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from lpq import registry
 from lpq.bench.layers import LayerSize
 from lpq.bench.searched_layers import searched_layers
 from lpq.cli.shapes import SHAPES, Transformer
-from lpq.recipes.globs import exactly, matching
+from lpq.recipes.globs import exactly, matching, numberless
 from lpq.registry.errors import ImportStringError, LpqError, OptionError, suggestion, words
 
 Size = TypeVar("Size")
@@ -145,7 +144,7 @@ def alike(layers: Mapping[str, Size]) -> list[Alike[Size]]:
     """The layers in groups, by size and by name but for its numbers."""
     found: dict[tuple[str, Size], list[str]] = {}
     for name, size in layers.items():
-        found.setdefault((_numberless(name), size), []).append(name)
+        found.setdefault((numberless(name), size), []).append(name)
     return [
         Alike(", ".join(patterns(names, layers.keys() - names)), tuple(names), size)
         for (_, size), names in found.items()
@@ -156,14 +155,10 @@ def patterns(names: Iterable[str], others: Iterable[str]) -> list[str]:
     """Patterns for a rule that match these layers and none of the others. A ``*`` stands for numbers, where it can."""
     short: dict[str, list[str]] = {}
     for name in names:
-        short.setdefault(_numberless(name), []).append(name)
+        short.setdefault(numberless(name), []).append(name)
     taken = matching(short, [*others])
     every: list[str] = []
     for pattern, own in short.items():
         is_exact = len(own) > 1 and not taken[pattern]
         every += [pattern] if is_exact else map(exactly, own)
     return every
-
-
-def _numberless(name: str) -> str:
-    return ".".join("*" if part.isdecimal() else glob.escape(part) for part in name.split("."))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from lpq import recipes, registry
+from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.model import Model
 from lpq.engines.reading import Quantized
 from lpq.formats import Quantizer
@@ -21,13 +21,10 @@ from lpq.nn.names import plain_name
 from lpq.nn.sharded_weights import Weights
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.recipes import PolicyLike, Recipe
-from lpq.recipes.globs import matches
+from lpq.recipes.globs import exactly, matches, numberless
 from lpq.registry.errors import LpqError
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.tensors import local_part
-
-NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-"""The number of a block in the name of a layer."""
 
 
 @dataclass(frozen=True)
@@ -114,5 +111,5 @@ def _with_weight(recipe: Recipe, layer: Quantized) -> Recipe:
 
 def _patterns(names: Sequence[str], others: Iterable[str]) -> list[str]:
     """Patterns for these names and no others: without the numbers of blocks, if that is possible."""
-    short = [*dict.fromkeys(NUMBER.sub("*", name) for name in names)]
-    return [*names] if any(matches(pattern, name) for pattern in short for name in others) else short
+    short = [*dict.fromkeys(map(numberless, names))]
+    return [*map(exactly, names)] if any(matches(pattern, name) for pattern in short for name in others) else short

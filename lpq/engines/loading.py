@@ -34,6 +34,7 @@ from lpq.operations import decode, remember
 from lpq.operations.inputs import DTYPES
 from lpq.operations.quantizing import quantize
 from lpq.recipes import PolicyLike
+from lpq.recipes.globs import exactly
 from lpq.registry.showing import listed
 from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
@@ -98,7 +99,7 @@ def _rules(layers: Mapping[str, Quantized]) -> dict[str, Any]:
     alike: dict[tuple[int, int], list[str]] = {}
     for name, layer in layers.items():
         alike.setdefault((id(layer.scheme), id(layer.inputs)), []).append(name)
-    return {"rules": [{"match": names, "recipe": recipe_of(layers[names[0]])} for names in alike.values()]}
+    return {"rules": [{"match": [*map(exactly, own)], "recipe": recipe_of(layers[own[0]])} for own in alike.values()]}
 
 
 def _check_model(model: Model, layers: Mapping[str, Quantized], stacks: Mapping[str, ExpertStack]) -> None:

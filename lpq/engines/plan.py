@@ -17,6 +17,7 @@ from lpq.engines.layouts import layout_named, parts_of, schemes_for, summaries
 from lpq.engines.siblings import EXPERTS, Siblings, check_alike
 from lpq.files.safetensors import TensorKind
 from lpq.formats import Quantizer
+from lpq.recipes.globs import exactly
 from lpq.registry import Group, Inputs, Part, Scheme
 from lpq.registry.showing import brief, listed, number
 
@@ -190,7 +191,7 @@ def _assigned(
         return Assigned(entry)
     schemes = schemes_for(entry.side, layout)
     scheme = next((scheme for scheme in schemes if scheme.serves(entry.side)), None)
-    keep = f"keep the layer in high precision, leave=[{layer.name!r}]"
+    keep = f"keep the layer in high precision, leave=[{exactly(layer.name)!r}]"
     if scheme is None:
         raise CheckpointError(
             f"{entry.name} is quantized as {entry.side}, for which the layout {layout!r} has no place"

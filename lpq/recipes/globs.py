@@ -24,6 +24,11 @@ def exactly(name: str) -> str:
     return glob.escape(name) or "*"
 
 
+def numberless(name: str) -> str:
+    """A pattern that matches this name, and names that differ from it in numbers between their dots."""
+    return ".".join("*" if part.isdecimal() else glob.escape(part) for part in name.split("."))
+
+
 def matching(patterns: Iterable[str], names: Sequence[str]) -> dict[str, list[str]]:
     """The names that each of these patterns matches."""
     every = "\n".join(names)  # a name that is in none of them is found at once

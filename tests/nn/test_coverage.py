@@ -243,6 +243,16 @@ def test_the_nearest_name_is_found_by_its_end_and_whatever_the_layer() -> None:
     assert nearest("embed", names) is None
 
 
+def test_the_pattern_for_the_nearest_name_matches_it() -> None:
+    """A name may have what stands for other characters in a pattern."""
+    net = nn.ModuleDict(
+        {"blocks": nn.ModuleList([nn.ModuleDict({"w[0]": nn.Linear(32, 32)})]), "w0": nn.Linear(32, 32)}
+    )
+    (words,) = said(net, rules("blocks.*.w[0]", "w0"))
+    assert words == "lpq.convert: no layer matches 'blocks.*.w[0]' (did you mean 'blocks.*.w[[]0]'?)"
+    assert said(net, rules("blocks.*.w[[]0]", "w0")) == []
+
+
 def test_a_rule_that_names_what_cannot_be_converted_is_warned_of() -> None:
     norm = "lpq.convert: rule 1 gives 'norm' a recipe, and reaches no layer; norm: no plugin converts LayerNorm"
     assert said(Net(), rules("norm", "*")) == [norm]
