@@ -45,7 +45,7 @@ class Intended:
         """The model after ``lpq.convert(model, rules, weights=weights)``; with ``rules=None`` the model itself."""
         module = model.module
         tensors = model.tensors()
-        stored = {name: side for name, tensor in tensors.items() if (side := stored_side(tensor)) is not None}
+        stored = {name: side for name, tensor in tensors.items() if (side := stored_side(name, tensor)) is not None}
         modules = {plain_name(name): module for name, module in module.named_modules()}
         if rules is None:
             present = {n: m.recipe for n, m in modules.items() if isinstance(m, StatefulLayer) and m.recipe is not None}
@@ -76,12 +76,14 @@ class Intended:
         return f"policy={{'rules': {listing}}}"
 
 
-def stored_side(tensor: Tensor) -> Quantizer | None:
+def stored_side(name: str, tensor: Tensor) -> Quantizer | None:
     """The quantizer of the row operand of a weight; None: it is not stored quantized."""
     local = local_part(tensor)
     if not isinstance(local, QuantizedTensor):
         return None
-    return local.row.quantizer if local.row is not None else local.quantizer.side("row")
+    if local.row is None:
+        raise CheckpointError(f"{name} is stored without its row operand, which engines multiply")
+    return local.row.quantizer
 
 
 def recipe_of(layer: Quantized) -> Recipe:

@@ -251,7 +251,7 @@ class _Job:
         tensors, stored = self._tensors(), self.intended.stored
         unlike = {*self.operands, *(n for n, _, _ in self.plain)} - tensors.keys()
         unlike |= {
-            n for n in self.operands.keys() & tensors.keys() if stored_side(tensors[n]) not in (None, stored.get(n))
+            n for n in self.operands.keys() & tensors.keys() if stored_side(n, tensors[n]) not in (None, stored.get(n))
         }
         if unlike:
             raise CheckpointError(

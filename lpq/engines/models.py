@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.tensors import here, parts, whole
 from lpq.engines.entries import FileEntry, Multiplied, Pieces, Stored
 from lpq.engines.experts import Stacks, is_quantized, left_modules, split, states_of
+from lpq.engines.intended import stored_side
 from lpq.nn import Layer
 from lpq.nn.expert_stacks import renamed
 from lpq.nn.names import plain_name
@@ -95,13 +97,9 @@ def _multiplied(name: str, layer: Layer, local: Tensor, amaxes: Mapping[str, Ten
     return Multiplied.by(recipe, name, states_of(layer), amaxes.get(name))
 
 
-def _stored(name: str, local: Tensor) -> Stored | None:
-    if not isinstance(local, QuantizedTensor):
-        return None
-    row = local.row
-    if row is None:
-        raise CheckpointError(f"{name} is stored without its row operand, which engines multiply")
-    return Stored(row.quantizer, row.dtype)
+def _stored(name: str, local: Any) -> Stored | None:
+    side = stored_side(name, local)
+    return None if side is None else Stored(side, local.row.dtype)
 
 
 def _gather(key: str, tensor: Tensor) -> Pieces:

@@ -28,7 +28,8 @@ class Cut(NamedTuple):
 
     def place(self, chunk: int) -> int:
         """The first row or column, in the whole matrix, of a chunk of this rank."""
-        assert self.dim == 0 or self.chunks_per_rank == 1, f"{self}: a rank's columns lie side by side, in one chunk"
+        if self.dim == 1 and self.chunks_per_rank > 1:
+            raise ValueError(f"{self}: a rank's columns lie side by side, in one chunk: give chunks_per_rank=1")
         return (chunk * self.ranks + self.rank) * self.size
 
     def why_not(self, quantizer: Quantizer, row: bool, col: bool) -> str | None:

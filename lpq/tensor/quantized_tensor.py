@@ -135,8 +135,8 @@ class QuantizedTensor(Gathered, Tensor):
         amax_group: ProcessGroup | Literal["unattached"] | None = None,
         requires_grad: bool = False,
     ) -> QuantizedTensor:
-        operand = row if row is not None else col
-        assert operand is not None, "a QuantizedTensor has at least one operand"
+        if (operand := row if row is not None else col) is None:
+            raise ValueError("a QuantizedTensor has at least one operand: give row, col or both")
         with normal_tensors(not operand.tensors()[0].is_inference()):
             self: QuantizedTensor = wrapper_subclass(
                 cls, shape, dtype=dtype, device=operand.device, requires_grad=requires_grad

@@ -266,8 +266,8 @@ class Trainer:
         for line in [*info.refused, *([info.why] if info.why else [])]:
             say(line)
         beside = info.extra
-        assert info.step is not None
-        self.step, self.losses = info.step, list(beside["losses"])
+        self.losses = list(beside["losses"])
+        self.step = len(self.losses)
         self.measured = StepBytes(**beside["measured"]) if beside["measured"] is not None else None
         if len(beside["rng"]) != self.team.size:
             self._seed()  # random bits that no rank has drawn yet

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -364,6 +365,41 @@ def test_a_converted_model_that_does_not_fit_is_told_the_recipes_that_do(exporte
     words = r"stored as mxfp8: convert by what fits .*'recipe': 'x=mxfp8\(\), w=fp8\(\), dy=mxfp8\(\)'"
     with pytest.raises(CheckpointError, match=words):
         lpq.load_quantized(model, exported["one"])
+
+
+def named(*names: str) -> nn.Sequential:
+    return nn.Sequential(OrderedDict((name, nn.Linear(128, 128)) for name in names))
+
+
+def test_a_name_like_a_pattern_is_of_its_layer_alone(tmp_path: Path) -> None:
+    """Where files are loaded, in the policy that fits them, and in the remedy of an export."""
+    names = "w[0]", "w0"
+    policy = {"rules": [{"match": "w[[]0]", "recipe": "fp8-current"}, {"match": "w0", "recipe": "mxfp8"}]}
+    model = lpq.convert(named(*names), policy)
+    lpq.export(model, tmp_path / "x", layout="compressed-tensors")
+    read = layers(lpq.load_quantized(named(*names), tmp_path / "x"))
+    assert {name: str(layer.weight.row.quantizer) for name, layer in read.items()} == {"w[0]": "fp8", "w0": "mxfp8"}
+    with pytest.raises(CheckpointError) as unfit:
+        lpq.load_quantized(named(*names), tmp_path / "x", policy="mxfp4")
+    said = re.search(r"policy=(\{.*\}); or by weights=None", str(unfit.value))
+    assert said is not None
+    assert len(layers(lpq.load_quantized(named(*names), tmp_path / "x", policy=ast.literal_eval(said[1])))) == 2
+    with pytest.raises(CheckpointError, match=r"or keep the layer in high precision, leave=\['w\[\[\]0\]'\]"):
+        lpq.export(model, tmp_path / "y", layout="fp8-block")
+    with pytest.raises(CheckpointError, match="w0"):
+        lpq.export(model, tmp_path / "y", layout="fp8-block", leave=["w[[]0]"])
+
+
+def test_a_weight_without_its_row_operand_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    lpq.export(lpq.convert(named("a", "b"), "mxfp8"), tmp_path / "x", layout="compressed-tensors")
+    model: Any = lpq.convert(named("a", "b"), "mxfp8")
+    stored = lpq.quantizer("mxfp8").quantize(model.b.weight.detach(), row=False)
+    model.b.weight = nn.Parameter(stored, requires_grad=False)
+    before = model.a.weight.detach().clone()
+    for work in (lpq.load_quantized, lpq.export):
+        with pytest.raises(CheckpointError, match=r"b\.weight is stored without its row operand, which engines mult"):
+            work(model, tmp_path / "x")
+    assert torch.equal(model.a.weight.detach(), before)
 
 
 def test_another_architecture_is_refused(exported: dict[str, Path], tmp_path: Path) -> None:

@@ -31,6 +31,11 @@ def buffers(t: QuantizedTensor) -> set[int]:
     return {b.untyped_storage()._cdata for _, s in t.operands for b in s.tensors()}
 
 
+def test_a_tensor_without_an_operand_is_refused() -> None:
+    with pytest.raises(ValueError, match="a QuantizedTensor has at least one operand: give row, col or both"):
+        QuantizedTensor(None, None, lpq.quantizer("mxfp8"), (32, 32), torch.float32)
+
+
 @pytest.mark.parametrize(("one", "other", "dim"), [((2, 32, 64), (2, 64, 64), 0), ((4, 32, 64), (2, 64, 64), -1)])
 def test_what_has_other_sizes_beside_is_not_joined(one: tuple[int, ...], other: tuple[int, ...], dim: int) -> None:
     pieces = [lpq.quantizer("mxfp8").quantize(torch.randn(shape)) for shape in (one, other)]

@@ -43,6 +43,16 @@ def truncate(path: Path) -> None:
     data.write_bytes(data.read_bytes()[:-100])
 
 
+def test_a_checkpoint_that_was_saved_again_without_its_step_is_resumed(trainer: Trainer, tmp_path: Path) -> None:
+    """By ``lpq.checkpoint.save``, with all that the run keeps beside."""
+    with_two(trainer, tmp_path / "c")
+    extra = checkpoint.info(tmp_path / "c").extra
+    checkpoint.save(trainer.model, tmp_path / "d" / NAMES[-1], trainer.optimizer, extra=extra)
+    losses, trainer.step, trainer.losses = trainer.losses, 0, []
+    assert trainer.resume(tmp_path / "d", silent)
+    assert (trainer.step, trainer.losses) == (2, losses)
+
+
 def test_the_newest_is_loaded_and_two_are_kept(trainer: Trainer, tmp_path: Path) -> None:
     """As PyTorch alone reads it, too."""
     directory = tmp_path / "c"
