@@ -124,7 +124,9 @@ class CheckpointWriter(FileSystemWriter):
         a warning, anything that has the name of a checkpoint and was not written by lpq.
         """
         steps = steps_in(self.target.parent)
-        own = next(step for step, _, path in steps if path == self.target)
+        match = STEP.fullmatch(self.target.name)
+        assert match is not None  # what is published for a step has its name
+        own = int(match[1])
         ours = {path: manifest for path, manifest in manifests_in(self.target.parent).items() if not path.is_symlink()}
         upto = [path for step, ending, path in steps if path in ours and not ending and step <= own]
         whole = [path for path in upto if path == self.target or is_whole(path)]
