@@ -306,6 +306,7 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
     converted = tuple(e for part, c in parts.items() for entry in named(part, c.report.converted) for e in now(entry))
     inside = tuple(f"{entry.name}.".lstrip(".") for entry in converted)
     converted += tuple(given(entry) for entry in _built(model) if not f"{entry.name}.".startswith(inside))
+    kept = {name for name, m in modules.items() if _is_made(m) and not _given_since(m).endswith("left alone")}
     return Report(
         converted=converted,
         left=tuple(
@@ -321,7 +322,7 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
         apart=apart,
         uncalled=tuple(entry.name for entry in converted if entry.name in idle),
         read=tuple(entry.name for entry in converted if entry.name in past),
-        coverage=coverage(model, {e.name for e in converted if _is_converted(modules.get(e.name))} - idle),
+        coverage=coverage(model, {entry.name for entry in converted if entry.name in kept} - idle),
         full=full,
     )
 
@@ -350,11 +351,6 @@ def _title(layer: StatefulLayer) -> str:
 def _is_made(module: nn.Module) -> bool:
     """Whether a conversion made it: lpq or a plugin."""
     return isinstance(module, StatefulLayer) or TAKEN in vars(module)
-
-
-def _is_converted(module: nn.Module | None) -> bool:
-    """Whether a conversion made this module, and it was not left alone by hand since."""
-    return module is not None and _is_made(module) and not _given_since(module).endswith("left alone")
 
 
 def _given_since(module: nn.Module | None) -> str:

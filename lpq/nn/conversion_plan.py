@@ -180,12 +180,11 @@ def _change_of(module: nn.Module, name: str, schedule: Schedule) -> tuple[Change
     new: nn.Module | None = registry.convert_module(module, name, first)
     if new is None:
         if (kind := _kind_of(module)) is not None:
+            if (where := _replaced_on(module)) is not None:
+                which = "an nn.Linear" if kind is Linear else f"a {type(module).__name__}"
+                return None, f"{which} whose forward was replaced on the {where}"
             kind.check_names(module, name or "the layer")
             return Change(name, module, schedule, module, kind), note
-        if type(module) is nn.Linear or holds_transposed(module):
-            which = "an nn.Linear" if type(module) is nn.Linear else f"a {type(module).__name__}"
-            where = "object" if "forward" in vars(module) else "class"
-            return None, f"{which} whose forward was replaced on the {where}"
         if isinstance(module, nn.Linear):
             return None, "a subclass of nn.Linear, whose forward may be its own"
         if TAKEN in vars(module):
@@ -215,11 +214,20 @@ def _change_of(module: nn.Module, name: str, schedule: Schedule) -> tuple[Change
 
 def _kind_of(module: nn.Module) -> type[StatefulLayer] | None:
     """Return the class that lpq itself gives a module that no plugin converts; None: it stays as it is."""
-    if "forward" in vars(module):
-        return None
-    if type(module) is nn.Linear or holds_transposed(module):
-        where = getattr(type(module).forward, "__globals__", {}).get("__name__")  # another's, if it was replaced
-        return (Linear if type(module) is nn.Linear else TransposedLayer) if where == type(module).__module__ else None
+    if type(module) is nn.Linear:
+        return Linear
+    if holds_transposed(module):
+        return TransposedLayer
     if holds_experts(module):
         return TransposedExperts if is_transposed(module) else FusedExperts
     return None
+
+
+def _replaced_on(module: nn.Module) -> str | None:
+    """Where another forward took the place of a module's own, by the library that made it; None: it has its own."""
+    if "forward" in vars(module):
+        return "object"
+    owner: Any = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    maker = getattr(owner.forward, "__globals__", {}).get("__name__", "")
+    libraries = {owner.__module__.partition(".")[0], "torch", "transformers"}  # of decorators, too
+    return None if maker.partition(".")[0] in libraries else "class"

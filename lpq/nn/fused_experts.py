@@ -88,7 +88,7 @@ def holds_experts(module: nn.Module) -> bool:
     if isinstance(module, FusedExperts):
         return True
     fits = all(hasattr(module, name) for name in ATTRIBUTES) or _is_dense(type(module))
-    return fits and "forward" not in vars(module) and all(w.dim() == 3 for w in stacks(module).values())
+    return fits and all(w.dim() == 3 for w in stacks(module).values())
 
 
 def _is_dense(base: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.hugging_face import small
 from support.small_models import converted, linears
 from torch import nn
 from torch.nn import utils
@@ -68,6 +69,17 @@ def test_a_forward_that_was_replaced_on_the_class_is_left_alone(kind: Any, monke
         (left,) = lpq.report(model).left
     assert left.note.endswith(f"{kind.__name__} whose forward was replaced on the class")
     assert lpq.report(lpq.convert(model, "nvfp4")).converted
+
+
+@pytest.mark.parametrize("where", ["object", "class"])
+def test_experts_with_another_forward_are_left_alone(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small("Mixtral")
+    name, experts = next((n, m) for n, m in model.named_modules() if n.endswith("experts"))
+    monkeypatch.setattr(experts if where == "object" else type(experts), "forward", lambda *args: args[-3])
+    report = lpq.report(lpq.convert(model, "mxfp8"))
+    (left,) = (entry for entry in report.left if entry.name == name)
+    assert left.note == f"a MixtralExperts whose forward was replaced on the {where}"
+    assert report.converted, "other layers"
 
 
 def test_the_report_tells_what_is_not_there_any_more() -> None:
