@@ -100,7 +100,9 @@ class Plan:
         fast = (recipe.fprop.fast_accumulate, recipe.dgrad.fast_accumulate, recipe.wgrad.fast_accumulate)
         tensors = (recipe.x, recipe.w, recipe.dy)
         stochastic = any(map(rounds_stochastically, tensors))
-        of = [product if any(map(_made_exactly, product)) else None for product in recipe.products.values()]
+        products = [*recipe.products.values()]  # and the kernels, for any hardware, that make operands of them exactly
+        exact = {q: registry.kernels("exact_tile", (registry.format_of(type(q)).name,)) for p in products for q in p}
+        of = [product if any(exact[side] for side in product) else None for product in products]
         fast_sums = (fast[0] is not False, fast[1] is True, fast[2] is True)
         states, row, col = memories(recipe), recipe.x.side("row"), recipe.x.side("col")
         draws = rounds_stochastically(recipe.x)
@@ -122,8 +124,3 @@ class Plan:
     def __post_init__(self) -> None:
         for quantizer in (self.x, self.w, self.dy):
             quantizer.ready()
-
-
-def _made_exactly(side: Quantizer) -> bool:
-    """Whether the format has kernels, for any hardware, that make an operand for a product without encoding it."""
-    return bool(registry.kernels("exact_tile", (registry.format_of(type(side)).name,)))
