@@ -81,7 +81,7 @@ def run(
     if config.training.record:
         refuse_record(Team(device=device))
     for recipe in config.recipes:
-        lpq.policy(recipe)
+        loop.policy_of(replace(config.training, policy=recipe))
     if runs.is_run(config.out):
         raise TrainError(f"{config.out} holds a run of lpq train: name another directory with --out")
     jobs = config.jobs(baseline_on(device))

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 from lpq.train.errors import TrainError
 
@@ -22,15 +22,10 @@ VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """The variables that torchrun sets in the environment of each process."""
 PATIENCE = timedelta(seconds=10)
 """How long a rank that fails waits for the report of the first one. When one ends, torchrun ends them all."""
+ErrorReport = Callable[..., int]
+"""``report(error, aloud=…, rank=…)`` returns the exit status for an error, and prints it first if ``aloud``."""
 SOON = 2.0
 """Seconds that rank 0 stays after the report for others that fail as it did: its process may hold the store."""
-
-
-class ErrorReport(Protocol):
-    """A function that reports an error to the user."""
-
-    def __call__(self, error: BaseException, *, aloud: bool, rank: int) -> int:
-        """Return the exit status for an error; print it first if ``aloud``."""
 
 
 def launched() -> bool:

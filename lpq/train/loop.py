@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shlex
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -14,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -21,14 +23,16 @@ import lpq
 from lpq.cli.runs import NUMERICS, RECIPE
 from lpq.files.disk import json_of
 from lpq.kernels.table import ENVIRONMENT, allowed_by
+from lpq.nn.names import first_few
 from lpq.recipes.policy_sources import refuse_rules
 from lpq.registry.showing import printable
 from lpq.train import data, gpu_size, report, runs
 from lpq.train.config import TrainConfig
-from lpq.train.errors import Stopped, TrainError
+from lpq.train.errors import Stopped, TrainError, TrainOptionError
 from lpq.train.interrupt import Interrupt
 from lpq.train.machine import baseline_on, fast_bf16, fixed_sums, pick_device
 from lpq.train.measure import served_by
+from lpq.train.model import GPT, GPTShape
 from lpq.train.recorded import refuse_record
 from lpq.train.report import Outcome, Summary
 from lpq.train.team import Team
@@ -69,11 +73,20 @@ def run(config: TrainConfig, console: Console | None = None) -> Summary:
 
 
 def policy_of(config: TrainConfig) -> Policy:
-    """The policy of a run: the one that it names, or its recipe for all layers."""
-    if config.policy is not None:
-        return lpq.policy(config.policy)
-    refuse_rules(config.recipe, f"give it as --policy {config.recipe}")
-    return lpq.policy(lpq.recipe(config.recipe))
+    """The policy of a run: the one that it names, or its recipe for all layers. It converts some layer of the model."""
+    if config.policy is None:
+        refuse_rules(config.recipe, f"give it as --policy {config.recipe}")
+    policy = lpq.policy(lpq.recipe(config.recipe) if config.policy is None else config.policy)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the model that is trained has them again
+        model = lpq.convert(GPT(GPTShape(config.layers, config.heads, config.width)), policy, steps=config.steps)
+    if not (conversion := lpq.report(model, full=True)).converted:
+        why = first_few([f"{entry.name}: {entry.note}" for entry in conversion.left if entry.kind == "Linear"], "; ")
+        raise TrainOptionError(
+            f"{config.policy or config.recipe} converts no layer of a model of layers = {config.layers} and width = "
+            f"{config.width}, and would train as bf16 does: {why}. Change the model or the rules, or name another one"
+        )
+    return policy
 
 
 def beside_baseline(
@@ -119,7 +132,7 @@ def beside_baseline(
 
 
 def tell_conversion(trainer: Trainer, directory: Path, console: Console) -> None:
-    """Print how many layers the policy reaches, and where it fails to; all the rest is in ``conversion.txt``."""
+    """Print how many layers the policy reaches, and which rules never hold; all the rest is in ``conversion.txt``."""
     conversion = lpq.report(trainer.model, full=True)
     (directory / runs.CONVERSION).write_text(f"{conversion}\n", encoding="utf-8")
     converted, rest = len(conversion.converted), len(conversion.left)
@@ -128,8 +141,6 @@ def tell_conversion(trainer: Trainer, directory: Path, console: Console) -> None
         return
     console.print(f"{converted} layers converted, {rest} left alone: see {runs.CONVERSION}")
     console.print(str(conversion.coverage), soft_wrap=True)
-    for pattern in conversion.unmatched:
-        say(console, f"no layer matches the pattern {pattern!r} of the policy", style="yellow")
     for number, why in conversion.never_holding:
         console.print(f"rule {number} of the policy never holds: {why}", style="yellow")
 

@@ -137,17 +137,16 @@ def comparison(summary: Summary) -> list[tuple[str, ...]]:
 
 def memory(measured: Sequence[StepBytes]) -> list[tuple[str, ...]]:
     """The bytes that a rank holds and those that all ranks gather."""
-    rows: list[tuple[str, ...]] = []
-    if any(m.ranks > 1 for m in measured):
-        rows.append(("gathered per step, forward", *(size(m.forward) for m in measured)))
-        rows.append(("gathered per step, backward", *(size(m.backward) for m in measured)))
     each = " of each rank" if any(m.ranks > 1 for m in measured) else ""
-    rows.append((f"weights{each}", *(size(m.weights) for m in measured)))
-    rows.append((f"gradients{each}", *(size(m.gradients) for m in measured)))
-    rows.append((f"optimizer state{each}", *(size(m.optimizer) for m in measured)))
-    if any(m.peak for m in measured):
-        rows.append((f"most memory in a step{each}", *(size(m.peak or 0) for m in measured)))
-    return rows
+    counts = {
+        "gathered per step, forward": [m.forward for m in measured],
+        "gathered per step, backward": [m.backward for m in measured],
+        f"weights{each}": [m.weights for m in measured],
+        f"gradients{each}": [m.gradients for m in measured],
+        f"optimizer state{each}": [m.optimizer for m in measured],
+        f"most memory in a step{each}": [m.peak or 0 for m in measured],
+    }
+    return [(title, *map(size, own)) for title, own in counts.items() if any(own)]
 
 
 def size(count: int) -> str:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from lpq.cli.runs import CONFIG, RECIPE
@@ -35,10 +34,7 @@ OWN = (CONFIG, CONVERSION, SUMMARY, PLOT, PAGE, *TRAININGS)
 """The files that a run makes in its directory. A new run begins where there are none of them, so that it never touches
 files of others."""
 
-WHY_FIXED: Mapping[str, str] = MappingProxyType(
-    {"steps": " (the learning rate's schedule, and a policy's fractions, span the whole run, so its length is fixed)"}
-)
-"""Why an option must stay unchanged, where the reason is not obvious."""
+WHY_STEPS = " (the learning rate's schedule, and a policy's fractions, span the whole run, so its length is fixed)"
 
 
 def resolve(command_line: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
@@ -80,9 +76,8 @@ def refuse_other_settings(options: Mapping[str, object], stored: TrainConfig, di
     for key, value in stored.settings().items():
         if key in options and options[key] != value:
             raise TrainError(
-                f"the run in {directory} has {key} = {value!r} and cannot go on with "
-                f"{options[key]!r}{WHY_FIXED.get(key, '')}: "
-                f"leave {key} out, or name another run with --out"
+                f"the run in {directory} has {key} = {value!r} and cannot go on with {options[key]!r}"
+                f"{WHY_STEPS if key == 'steps' else ''}: leave {key} out, or name another run with --out"
             )
 
 

@@ -205,6 +205,7 @@ def test_what_is_asked_for_wrongly_is_refused_before_anything_is_written(lpq_com
         (("mxfp8", "mxfp8"), "name each recipe once"),
         ((BASELINE,), "is what every recipe is compared with"),
         (("mxfp8", "--beside", "mxfp9"), "--beside mxfp9: no training is by it: did you mean 'mxfp8'"),
+        (("mxfp8", "nvfp4-pretrain", "--layers", "1"), "nvfp4-pretrain converts no layer of a model of layers = 1"),
         (("mxfp8", "--schedule", "cosin"), "did you mean 'cosine'"),
         ((), "--device would change nothing: without a recipe the command tells what is in --out"),
         (("--seeds", "5"), "--seeds, --device would change nothing"),

@@ -22,6 +22,7 @@ from lpq.recipes import RecipeError
 from lpq.registry.errors import LpqError
 from lpq.train import TrainError, loop, machine, plot, report, run, trainer
 from lpq.train.data import load
+from lpq.train.errors import TrainOptionError
 from lpq.train.machine import baseline_on, fixed_sums, pick_device
 from lpq.train.measure import held_for_backward, served_by
 from lpq.train.model import GPT, GPTShape
@@ -133,8 +134,21 @@ def test_a_model_learns_and_seeds_matter(tiny: MakeConfig, console: Console) -> 
 def test_a_pattern_that_matches_nothing_is_told(tiny: MakeConfig, console: Console, tmp_path: Path) -> None:
     policy = tmp_path / "p.toml"
     policy.write_text('[[rules]]\nmatch = ["blocks.*", "decoder.*"]\nrecipe = "mxfp8"\n')
-    run(tiny(policy=str(policy), baseline=False), console)
-    assert "no layer matches the pattern 'decoder.*'" in shown(console)
+    with pytest.warns(UserWarning, match=r"no layer matches 'decoder\.\*'"):
+        run(tiny(policy=str(policy), baseline=False), console)
+
+
+def test_a_policy_that_reaches_no_layer_is_refused_before_anything_is_made(
+    tiny: MakeConfig, console: Console, tmp_path: Path
+) -> None:
+    policy = tmp_path / "p.toml"
+    policy.write_text('[[rules]]\nmatch = "decoder.*"\nrecipe = "mxfp8"\n')
+    words = r"p\.toml converts no layer of a model of layers = 1 and width = 32, .*qkv: no rule .*\. Change the model"
+    with pytest.raises(TrainOptionError, match=words):
+        run(config := tiny(policy=str(policy)), console)
+    assert not Path(str(config.out)).exists()
+    kept = loop.policy_of(tiny(recipe="bf16"))
+    assert kept == lpq.policy("bf16")  # a recipe like any other
 
 
 def test_a_policy_is_no_recipe(tiny: MakeConfig, console: Console, tmp_path: Path) -> None:

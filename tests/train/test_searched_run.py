@@ -68,7 +68,9 @@ def test_the_baseline_of_a_run_is_searched(
     )
     assert ended.status == 0, ended.err
     assert [rule.recipe for rule in lpq.policy(policy).rules] == [None]
-    assert "The policy leaves every layer in bf16: by these recipes none saves time" in " ".join(ended.out.split())
+    told = " ".join(ended.out.split())
+    assert "The policy leaves every layer in bf16: by these recipes none saves time" in told
+    assert "for lpq train" not in told  # which refuses a policy that converts nothing
 
 
 def test_a_policy_that_cannot_be_written_is_told_before_the_run_is_read(tmp_path: Path, lpq_command: Command) -> None:

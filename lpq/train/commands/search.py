@@ -93,7 +93,7 @@ def search(
         print_text(result.policy.to_toml())  # the measurements are not lost
         raise
     remarks = [provenance(card), *not_compared({text: [lpq.recipe(text)] for text in recipe or USUAL})]
-    if all({*one.products} == {BF16} for one in result.choices.values()):
+    if gains_nothing := all({*one.products} == {BF16} for one in result.choices.values()):
         remarks.append(
             "The policy leaves every layer in bf16: by these recipes none saves time within the budget. Narrow layers "
             "save none at all; in Python, lpq.search takes the times of wider ones by seconds=."
@@ -104,7 +104,7 @@ def search(
     table("Products by layer", COLUMNS, result.rows())
     print_text(result.summary())
     print_text(" ".join(remarks))
-    print_text(f"written to {out}, for lpq train --policy {out}")
+    print_text(f"written to {out}{'' if gains_nothing else f', for lpq train --policy {out}'}")
 
 
 def _budget(text: str) -> float | str | None:
