@@ -198,7 +198,7 @@ def _format(name: str, within: tuple[str, ...]) -> Recipe | Quantizer:
         names = {*registry.recipes(), *registry.formats(), *policies()}
         raise UnknownRecipe(
             f"there is no recipe, policy or format {brief(name)} here: {suggestion(name, names)} "
-            "(`lpq plugins` lists what is installed; each name begins with the name of its plugin)"
+            "(`lpq recipes` and `lpq formats` list them; each name begins with the name of its plugin)"
         ) from None
 
 

@@ -109,7 +109,7 @@ class Registry:
             unknown = UnknownFormat if kind == "formats" else UnknownRecipe
             raise unknown(
                 f"there is no {kind[:-1]} {brief(name)} here: {suggestion(name, names)} "
-                "(`lpq plugins` lists what is installed; each name begins with the name of its plugin)"
+                f"(`lpq {kind}` lists them; each name begins with the name of its plugin)"
             )
 
     def loaded(self) -> tuple[PluginInfo, ...]:

@@ -95,7 +95,7 @@ MXFP8 = {"fprop": "mxfp8", "dgrad": "mxfp8", "wgrad": "mxfp8"}
 @pytest.mark.parametrize(
     ("source", "kind", "words"),
     [
-        ("mxfp9", UnknownRecipe, ["no recipe, policy or format 'mxfp9'", "did you mean 'mxfp8'", "lpq plugins"]),
+        ("mxfp9", UnknownRecipe, ["no recipe, policy or format 'mxfp9'", "did you mean 'mxfp8'", "lpq recipes"]),
         ("identiti", UnknownRecipe, ["did you mean 'identity'"]),
         ("fp8-curent", UnknownRecipe, ["did you mean 'fp8-current'"]),
         ("mxfp9(dtype=e5m2)", UnknownFormat, ["format 'mxfp9'", "did you mean 'mxfp8'"]),
