@@ -18,7 +18,7 @@ from lpq.recipes import toml
 from lpq.recipes.errors import PluginRecipeError, RecipeError, RecipeWarning, UnknownKey, place
 from lpq.recipes.gemms import GEMMS, OPERANDS, SAVES, TENSORS, Gemm, GemmOperand, Recipe, check_save
 from lpq.registry import RecipeSpec
-from lpq.registry.errors import LpqError, UnknownFormat, UnknownRecipe, suggestion
+from lpq.registry.errors import LpqError, PluginError, UnknownFormat, UnknownRecipe, suggestion
 from lpq.registry.grammar import NAME, split_items
 from lpq.registry.registry import cached
 from lpq.registry.shipped import policies, policy_file
@@ -213,10 +213,9 @@ def _from_spec(spec: RecipeSpec, within: tuple[str, ...]) -> Recipe:
         raise  # this recipe is at fault, not a recipe that is made of it
     except LpqError as error:
         plugin = next(p for p in registry.plugins() if spec.name in p.recipes)
-        raise PluginRecipeError(
-            f"recipe {spec.name} of {plugin.title} cannot be built: {error}\n"
-            "Remedy: install what it needs, or correct it; other recipes still work."
-        ) from error
+        told = any(isinstance(cause, PluginError) for cause in (error, error.__cause__))  # with a remedy of its own
+        remedy = "" if told else "\nRemedy: install what it needs, or correct it; other recipes still work."
+        raise PluginRecipeError(f"recipe {spec.name} of {plugin.title} cannot be built: {error}{remedy}") from error
 
 
 def _flat(table: Mapping[str, object]) -> Iterator[tuple[str, object]]:

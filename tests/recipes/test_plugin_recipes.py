@@ -106,8 +106,10 @@ def test_the_recipe_of_a_plugin_that_cannot_be_imported(install: Install) -> Non
     install("acme", "1.2", recipes(acme="fprop=mxfp8, dgrad=broken, wgrad=bf16"))
     with pytest.raises(PluginError, match=r"plugin broken \(lpq-broken 1\.2\).*out of order"):
         lpq.recipe("broken")
-    with pytest.raises(PluginRecipeError, match=r"recipe acme of plugin acme .*dgrad: plugin broken .*out of order"):
+    words = r"recipe acme of plugin acme .*dgrad: plugin broken .*out of order"
+    with pytest.raises(PluginRecipeError, match=words) as error:
         lpq.recipe("acme")
+    assert str(error.value).count("Remedy: ") == 1
     with pytest.raises(RecipeError, match=r"^wgrad: plugin broken .*out of order"):
         lpq.recipe("fprop=mxfp8, dgrad=mxfp8, wgrad=broken")
     assert lpq.recipe("mxfp8").name == "mxfp8"
