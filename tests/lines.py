@@ -42,6 +42,7 @@ SUBJECTS = {
         "optim/states.py optim/stored_size.py"
     ),
     "ranks that differ at their first gather or step": "distributed/gather_check.py optim/wrapper.py",
+    "the faults of plugins' specs, in words": "registry/plugin_faults.py",
     "other frameworks, undoing a conversion, names of earlier versions": (
         "checkpoint/argument_order.py checkpoint/former_names.py importing.py integrations/*.py moved.py "
         "nn/first_argument.py nn/restoring.py nn/undoing.py "

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 JSON = Mapping[str, Any]
 Holds = Literal["codes", "scales", "exponents", "value"]
@@ -52,10 +52,6 @@ class Part:
     """``codes``: elements. ``scales``: floats, finite. ``exponents``: powers of two as bytes, where 255 is NaN.
     ``value``: one float of the whole weight or input, finite and more than 0, which must be equal in layers that
     engines fuse."""
-
-    def __post_init__(self) -> None:
-        if self.holds not in get_args(Holds):
-            raise ValueError(f"part {self.name!r} has holds={self.holds!r}: choose from {', '.join(get_args(Holds))}")
 
 
 @dataclass(frozen=True, kw_only=True)

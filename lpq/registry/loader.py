@@ -22,6 +22,7 @@ from lpq.registry import hookspecs
 from lpq.registry.errors import ImportStringError, PluginError, suggestion, words
 from lpq.registry.grammar import NAME
 from lpq.registry.operations import TABLE
+from lpq.registry.plugin_faults import fault, nested, title
 from lpq.registry.showing import brief, pip
 from lpq.registry.specs import (
     API_VERSION,
@@ -163,7 +164,7 @@ def owns(plugin: str, name: str, kind: Kind) -> bool:
 
 def resolve(string: str) -> Any:
     """Import what an import ``string``, ``"package.module:attribute"``, names."""
-    module, colon, attribute = str(string).partition(":")  # a class that was given itself is refused in words, too
+    module, colon, attribute = string.partition(":")
     if not (module and colon and attribute):
         raise ImportStringError(f"{string!r} is not an import string: write it as 'package.module:attribute'")
     try:
@@ -244,31 +245,29 @@ def _answers(source: PluginSource, manager: pluggy.PluginManager, hook: str, kin
         own = [answer] if isinstance(answer, kind) else answer
         if not isinstance(own, Sequence) or not all(isinstance(spec, kind) for spec in own):
             raise source.error(f"{hook} returned {answer!r}", f"return a {kind.__name__} or a list of them")
+        for spec in nested(tuple(own)):
+            _check_version(source, spec)
+        if (wrong := fault(tuple(own))) is not None:
+            raise source.error(*wrong)
         specs += own
     return specs
 
 
-def _check_version(source: PluginSource, what: str, version: int) -> None:
-    if not OLDEST_API_VERSION <= version <= API_VERSION:
+def _check_version(source: PluginSource, spec: object) -> None:
+    version = getattr(spec, "api_version", None)
+    if isinstance(version, int) and not OLDEST_API_VERSION <= version <= API_VERSION:
         older = source.distribution if version < API_VERSION else OWN
-        cause = f"{what} is for plugin interface {version}, and this lpq has {API_VERSION}"
+        cause = f"{title(spec)} is for plugin interface {version}, and this lpq has {API_VERSION}"
         raise source.error(cause, pip("install --upgrade", [older], f"upgrade {older}"))
 
 
 def _check_kernel(source: PluginSource, kernel: KernelSpec) -> None:
     """Raise for a misspelt field: such a kernel would never run, and nobody would notice."""
-    what = f"kernel {kernel.impl}"
-    _check_version(source, what, kernel.api_version)
+    what = title(kernel)
     for field_name, choices in (("op", OPERATIONS), ("backend", BACKENDS)):
         value = getattr(kernel, field_name)
         if value not in choices:
-            raise source.error(f"{what} has {field_name}={value!r}", f"change it ({suggestion(str(value), choices)})")
-    if not isinstance(kernel.priority, int):
-        raise source.error(f"{what} has priority={kernel.priority!r}", "give it a whole number")
-    for field_name, example in (("formats", "('acme',)"), ("requires", "('triton',)")):
-        value = getattr(kernel, field_name)
-        if not isinstance(value, tuple) or not all(isinstance(name, str) for name in value):
-            raise source.error(f"{what} has {field_name}={value!r}", f"write a tuple, as {field_name}={example}")
+            raise source.error(f"{what} has {field_name}={value!r}", f"change it ({suggestion(value, choices)})")
     operation = TABLE[kernel.op]
     counts = operation.formats
     if len(kernel.formats) not in counts:
@@ -276,9 +275,9 @@ def _check_kernel(source: PluginSource, kernel: KernelSpec) -> None:
         raise source.error(f"{what} has formats={kernel.formats!r}, and its op is {kernel.op}", remedy)
     for field_name in ("min_sm", "max_sm"):
         value = getattr(kernel, field_name)
-        if value is not None and not (type(value) is int and value >= 10):
+        if value is not None and value < 10:
             raise source.error(f"{what} has {field_name}={value!r}", "write a compute capability of 9.0 as 90")
-    if not isinstance(kernel.device, str) or not kernel.device.isidentifier():
+    if not kernel.device.isidentifier():
         raise source.error(f"{what} has device={kernel.device!r}", "name a type of device, as 'cuda', without a number")
     if kernel.rounds and not operation.rounds:
         able = " and ".join(name for name, row in TABLE.items() if row.rounds)
@@ -293,20 +292,17 @@ def _check_kernel(source: PluginSource, kernel: KernelSpec) -> None:
 def _by_name(source: PluginSource, kind: Kind, specs: Sequence[Named]) -> dict[str, Named]:
     by_name: dict[str, Named] = {}
     for spec in specs:
-        _check_version(source, spec.name, spec.api_version)
         if not owns(source.name, spec.name, kind):
             allowed = " or ".join([source.name, *(f"{source.name}{sep}*" for sep in SEPARATORS[kind])])
             raise source.error(
                 f"it registers {spec.name!r}, outside its namespace",
                 f"name it {allowed}, or name the entry point after it",
             )
-        if not NAME.fullmatch(spec.name):
-            raise source.error(f"{spec.name!r} is not a name", "use letters, digits, '_', '-' and '.'")
+        aliases: tuple[str, ...] = getattr(spec, "aliases", ())
+        if wrong := [name for name in (spec.name, *aliases) if not NAME.fullmatch(name)]:
+            raise source.error(f"{wrong[0]!r} is not a name", "use letters, digits, '_', '-' and '.'")
         if spec.name in by_name:
             raise source.error(f"it registers {spec.name!r} twice", "give each its own name")
-        aliases = spec.aliases if isinstance(spec, RecipeSpec) else ()
-        if not isinstance(aliases, tuple) or not all(isinstance(a, str) and NAME.fullmatch(a) for a in aliases):
-            raise source.error(f"{spec.name!r} has aliases={aliases!r}", "write a tuple of names, as ('tensorwise',)")
         by_name[spec.name] = spec
     return by_name
 

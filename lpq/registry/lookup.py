@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import is_dataclass
 from typing import Any, Literal
 
-from lpq.registry import equality
+from lpq.registry import equality, plugin_faults
 from lpq.registry.errors import PluginError
 from lpq.registry.layouts import Layout, Scheme
 from lpq.registry.loader import PluginInfo
@@ -84,6 +84,8 @@ def schemes(format: str) -> tuple[Scheme, ...]:
     if not isinstance(own, tuple) or not all(isinstance(scheme, Scheme) for scheme in own):
         cause = f"format {format} has schemes={string!r}, which is no tuple of Scheme but {own!r}"
         raise _at_fault(plugin, cause, "write a tuple of lpq.registry.Scheme")
+    if (wrong := plugin_faults.fault(own)) is not None:
+        raise _at_fault(plugin, *wrong)
     return own
 
 

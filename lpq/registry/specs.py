@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from lpq.registry.operations import TABLE
+from lpq.registry.plugin_faults import ImportString
 
 API_VERSION = 2
 """The version of the plugin interface. A plugin written for a later one is refused, in words."""
@@ -37,14 +38,14 @@ class KernelSpec:
 
     op: str
     """The operation it serves, by its name in ``lpq.registry.operations.TABLE``."""
-    impl: str
+    impl: ImportString
     """Import string of the callable. ``lpq.operations.kernel_protocols`` has its Protocol for each operation; where the
     operation has a reference, it has the signature of that."""
-    bind: str | None = None
+    bind: ImportString | None = None
     """Import string of a function that makes all decisions for a shape once, for an operation that has a Protocol for
     it. A layer calls the returned function in place of ``impl``. None: it calls ``impl``, or the reference where there
     is a ``bind`` that returns None."""
-    several: str | None = None
+    several: ImportString | None = None
     """Import string of a function that binds the kernel to several matrices, which then take one launch, for an
     operation that has a Protocol for it. None: each matrix has a launch of its own."""
     backend: str
@@ -64,7 +65,7 @@ class KernelSpec:
     needs, with it for NVRTC, which must support the GPU."""
     priority: int = 0
     """Among usable kernels, the kernel with the highest priority runs. The reference has the lowest of all."""
-    why_not: str | None = None
+    why_not: ImportString | None = None
     """Import string of ``f(*quantizers) -> str | None``: why these options are not served; None: they are. A GPU in
     question is the current one meanwhile."""
     rounds: bool = False
@@ -97,15 +98,15 @@ class FormatSpec:
     """Its name, in the namespace of the plugin: plugin ``acme`` may register ``acme`` and ``acme_*``."""
     summary: str
     """One line for ``lpq formats``."""
-    quantizer: str
+    quantizer: ImportString
     """Import string of the ``Quantizer`` class, one for each format."""
-    storage: str
+    storage: ImportString
     """Import string of the ``Storage`` class."""
     effective_bits: float | None
     """Bits that one element costs in memory, scales included, with the default options; None: it depends."""
     kernels: tuple[KernelSpec, ...] = ()
     """Faster implementations; the reference needs no line here."""
-    schemes: str | None = None
+    schemes: ImportString | None = None
     """Import string of a tuple of ``lpq.registry.Scheme``: how operands of this format lie in the files of inference
     engines, in one layout each. None: they cannot be exported."""
     api_version: int = API_VERSION
@@ -137,7 +138,7 @@ class LayoutSpec:
     """Its name: plugin ``acme`` may register ``acme``, ``acme-*`` and ``acme_*``."""
     summary: str
     """One line for ``lpq export --help`` and for messages."""
-    layout: str
+    layout: ImportString
     """Import string of a subclass of ``lpq.registry.Layout``, which is made without arguments."""
     api_version: int = API_VERSION
     """The interface version that the plugin was written for."""

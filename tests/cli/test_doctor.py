@@ -212,7 +212,7 @@ BROKEN_RECIPES = """
 
     @hookimpl
     def lpq_register_recipes():
-        recipes = {"tidy": "mxfp8", "tidy-typo": "fprop=log5, dgrad=bf16, wgrad=bf16", "tidy-odd": 7}
+        recipes = {"tidy": "mxfp8", "tidy-typo": "fprop=log5, dgrad=bf16, wgrad=bf16", "tidy-odd": {"x": 7}}
         return [RecipeSpec(name=name, summary="", recipe=recipe) for name, recipe in recipes.items()]
 """
 

@@ -17,7 +17,6 @@ from torch import nn
 import lpq
 from lpq import registry
 from lpq.checkpoint import CheckpointError
-from lpq.registry import Part
 
 
 def test_each_scheme_that_transformers_reads_is_read_by_it_in_a_test() -> None:
@@ -73,8 +72,3 @@ def test_what_is_written_is_what_is_declared(fault: str, tmp_path: Path, monkeyp
     ):
         lpq.export(model, tmp_path / "wrong")
     assert not (tmp_path / "wrong").exists()
-
-
-def test_a_part_holds_what_is_known() -> None:
-    with pytest.raises(ValueError, match="part 'weight' has holds='code': choose from codes, scales, exponents, value"):
-        Part(name="weight", dtype=torch.uint8, shape=lambda rows, cols: (rows, cols), holds="code")  # type: ignore[arg-type]

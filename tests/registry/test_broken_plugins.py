@@ -87,8 +87,63 @@ BROKEN = {
     "a format twice": (formats(f"[{spec()}, {spec()}]"), "registers 'acme' twice", "its own name"),
     "returns nothing": (formats("None"), "lpq_register_formats returned None", "return a FormatSpec or a list"),
     "returns something else": (formats("['acme']"), "lpq_register_formats returned ['acme']", "return a FormatSpec"),
-    "a name that is no string": (formats(spec(7)), "AttributeError", "--upgrade"),
-    "kernels that are none": (formats(spec(more=", kernels=(1,)")), "reading its specs raised", "--upgrade"),
+    "a name that is no text": (formats(spec(7)), "a format has name=7", "write a text"),
+    "kernels that are none": (
+        formats(spec(more=", kernels=['x']")), "format acme has kernels=['x']",
+        "write a tuple, as (x,), in which each x is a KernelSpec",
+    ),
+    "a class in place of its import string": (
+        formats(spec().replace("'q:Q'", "FormatSpec")), "acme has quantizer=<class 'lpq.registry.specs.FormatSpec'>",
+        "write an import string, as 'package.module:attribute' (did you mean 'lpq.registry.specs:FormatSpec'?)",
+    ),
+    "an object in place of an import string": (
+        formats(spec().replace("'q:Q'", "hookimpl")), "format acme has quantizer=<", "write an import string",
+    ),
+    "a quantizer in place of its import string": (
+        formats(spec().replace("'q:Q'", spec())), "format acme has quantizer=FormatSpec(", "write an import string",
+    ),
+    "something else in place of a kernel": (
+        formats(spec(more=", kernels=(registry.Part(name='a', dtype=0, shape=0, holds=0),)")).replace(
+            HEADER, f"{HEADER}from lpq import registry\n"
+        ),
+        "format acme has kernels=(Part(", "in which each x is a KernelSpec",
+    ),
+    "a function in place of its import string": (
+        alone(formats=("a",)).replace("'acme_k:run'", "lpq_register_kernels"), "a kernel has impl=<function",
+        "(did you mean 'acme_plugin:lpq_register_kernels'?)",
+    ),
+    "no storage": (formats(spec().replace("'q:S'", "None")), "format acme has storage=None", "write an import string"),
+    "bits as a text": (
+        formats(spec().replace("=8", "='6.25'")), "acme has effective_bits='6.25'", "write a finite number or None"
+    ),
+    "bits that are no number": (
+        formats(spec().replace("=8", "=float('nan')")), "acme has effective_bits=nan", "write a finite number or None"
+    ),
+    "bits that are a truth": (
+        formats(spec().replace("=8", "=True")), "acme has effective_bits=True", "write a finite number or None"
+    ),
+    "a summary that is no text": (
+        formats(spec().replace("=''", "=3")), "format acme has summary=3", "write a text"
+    ),
+    "schemes that are no import string": (
+        formats(spec(more=", schemes=(3,)")), "format acme has schemes=(3,)", "'package.module:attribute' or None"
+    ),
+    "a version as a text": (
+        formats(spec(more=", api_version='2'")), "format acme has api_version='2'", "write a whole number"
+    ),
+    "a recipe of no kind": (
+        hook("register_recipes", "RecipeSpec(name='acme-fast', summary='', recipe=8)"),
+        "recipe acme-fast has recipe=8", "write a text or a mapping",
+    ),
+    "a layout without a summary": (
+        hook("register_layouts", "registry.LayoutSpec(name='acme', summary=None, layout='a:B')").replace(
+            HEADER, f"{HEADER}from lpq import registry\n"
+        ),
+        "layout acme has summary=None", "write a text",
+    ),
+    "a flag that is none": (
+        listed(rounds="no"), "kernel acme_k:run has rounds='no'", "write True or False"
+    ),
     "lists a kernel for another format": (
         listed(formats=("base",)), "format acme lists kernel acme_k:run, which is for base",
         "return kernels for other formats from lpq_register_kernels",
@@ -110,13 +165,13 @@ BROKEN = {
         alone(api_version=3, formats=("a",)), "kernel acme_k:run is for plugin interface 3, and this lpq has 2",
         "pip install --upgrade lpq",
     ),
-    "a priority that is no number": (listed(priority="a"), "kernel acme_k:run has priority='a'", "whole number"),
+    "a priority that is no number": (listed(priority="a"), "kernel acme_k:run has priority='a'", "a whole number"),
     "a kernel for no format": (
         alone(), "kernel acme_k:run has formats=(), and its op is quantize",
         "name 1 or 2, as in KernelSpec(formats=('acme', ...))",
     ),
     "a kernel for a text": (
-        alone(formats="a"), "kernel acme_k:run has formats='a'", "write a tuple, as formats=('acme',)"
+        alone(formats="a"), "kernel acme_k:run has formats='a'", "write a tuple, as (x,), in which each x is a text"
     ),
     "a product of one format": (
         alone(op="gemm", formats=("a",)), "kernel acme_k:run has formats=('a',), and its op is gemm",
@@ -127,13 +182,13 @@ BROKEN = {
         "name 1, as in KernelSpec(formats=('acme',))",
     ),
     "a text that is required": (
-        listed(requires="a"), "kernel acme_k:run has requires='a'", "write a tuple, as requires=('triton',)"
+        listed(requires="a"), "kernel acme_k:run has requires='a'", "write a tuple, as (x,), in which each x is a text"
     ),
     "a capability as it is spoken": (
         listed(min_sm=9), "kernel acme_k:run has min_sm=9", "write a compute capability of 9.0 as 90"
     ),
     "a capability that is no whole number": (
-        listed(max_sm=9.0), "kernel acme_k:run has max_sm=9.0", "write a compute capability of 9.0 as 90"
+        listed(max_sm=9.0), "kernel acme_k:run has max_sm=9.0", "write a whole number or None"
     ),
     "a device with a number": (
         listed(device="a:0"), "kernel acme_k:run has device='a:0'",

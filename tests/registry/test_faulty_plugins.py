@@ -34,7 +34,6 @@ FAULTS = {
     "impl='acme_plugin:gone'": "'acme_plugin:gone' cannot be imported: AttributeError",
     "impl='acme_exits:run'": "'acme_exits:run' cannot be imported: SystemExit: bye",
     "impl='no colon'": "'no colon' is not an import string",
-    "impl=run": "is not an import string: write it as 'package.module:attribute'",
     "impl='acme_plugin:VALUE'": "'acme_plugin:VALUE' is 7, which cannot be called",
     "impl='acme_plugin:run', why_not='acme_gone:f'": "'acme_gone:f' cannot be imported",
     "impl='acme_plugin:run', why_not='acme_plugin:raises'": "'acme_plugin:run' serves this raised ZeroDivisionError",
@@ -101,6 +100,43 @@ def test_a_class_that_is_none(site, role: str, value: str, words: str) -> None:
     assert words in caught.value.cause
     assert role in caught.value.remedy.lower()
     assert registry.quantizer("base").margin == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "cause", "remedy"),
+    [
+        ("holds='code'", "part weight has holds='code'", "write one of codes, scales, exponents, value"),
+        ("shape=(1, 2)", "part weight has shape=(1, 2)", "write a function"),
+        ("readers=['vLLM']", "scheme ACME has readers=['vLLM']", "write a tuple, as (x,), in which each x is a text"),
+        ("config=None", "scheme ACME has config=None", "write a mapping"),
+        ("", None, None),
+    ],
+)
+def test_a_scheme_with_a_field_of_another_type(site, fields: str, cause: str | None, remedy: str | None) -> None:
+    source = f"""
+        from dataclasses import replace
+        from lpq.registry import Part, Scheme
+
+        def call(*arguments): ...
+
+        part = Part(name="weight", dtype=None, shape=call, holds="codes")
+        scheme = Scheme(
+            layout="acme", title="ACME", serves=call, quantizer="acme", config={{}}, parts=(), write=call, read=call
+        )
+        if "{fields.partition("=")[0]}" in ("holds", "shape"):
+            part = replace(part, {fields})
+        else:
+            scheme = replace(scheme, {fields})
+        SCHEMES = (replace(scheme, parts=(part,)),)
+    """
+    spec = site.format("acme").replace('FakeStorage"', "FakeStorage\", schemes='acme_schemes:SCHEMES'")
+    site.install("acme-formats", "1.2", {"acme": "acme_plugin"}, {"acme_plugin": spec, "acme_schemes": source})
+    if cause is None:
+        assert registry.schemes("acme")[0].title == "ACME"
+        return
+    with pytest.raises(PluginError, match="plugin acme") as caught:
+        registry.schemes("acme")
+    assert (caught.value.cause, caught.value.remedy) == (cause, remedy)
 
 
 def test_a_place_is_told_where_it_is_the_plugins_own(site) -> None:
