@@ -13,7 +13,7 @@ import typer
 
 import lpq
 from lpq import registry
-from lpq.cli.first_advice import advice
+from lpq.cli.first_advice import advice, refused
 from lpq.cli.kernels import (
     Served,
     check_environment,
@@ -57,7 +57,6 @@ def doctor(
     reason. The exit status is 1 if anything is broken.
     """
     where = pick_device(device)
-    text = advice(where, has_cuda_core=installed("cuda-core") != ABSENT)
     check_environment()
     by_text = {str(q): q for q in map(registry.quantizer, quantizers or ())}
     plugins = [described(plugin) for plugin in registry.plugins()]
@@ -67,6 +66,9 @@ def doctor(
     pairs = [] if by_text else served_by_pair(where, kernels)
     if by_text:
         kernels = {name: served_by_quantizer(q, where) for name, q in by_text.items()}
+    every = [*(s for own in kernels.values() for s in own), *pairs]
+    text = refused(every, where) or advice(where, has_cuda_core=installed("cuda-core") != ABSENT)
+    faults = {r.impl: r.words for s in every for r in s.why_not if r.impl in s.broken}
     wrong = [p for p in plugins if p["status"] in ("broken", "missing")]
     if json:
         as_json(
@@ -90,7 +92,6 @@ def doctor(
             print_text(text)
         show_machine(gpus, plugins)
         if by_text or full:
-            every = [*(s for own in kernels.values() for s in own), *pairs]
             options = "" if by_text else ", default options"
             show(f"Kernels on {where}{options}", ("format", "operation"), titles(every), full=full)
             show_meanings({s.op for s in every} if full else ())
@@ -107,8 +108,9 @@ def doctor(
             typer.echo(f"lpq: format {name}: {problem}", err=True)
         for name, problem in unbuilt.items():
             typer.echo(f"lpq: recipe {name}: {problem}", err=True)
-    at_fault = any(s.error or s.broken for own in (*kernels.values(), pairs) for s in own)
-    if wrong or broken or unbuilt or at_fault or any(d["broken"] for d in gpus):
+        for name, problem in faults.items():
+            typer.echo(f"lpq: kernel {name}: {problem}", err=True)
+    if wrong or broken or unbuilt or faults or any(s.error for s in every) or any(d["broken"] for d in gpus):
         raise typer.Exit(1)
 
 
@@ -151,12 +153,10 @@ def show_machine(gpus: list[dict[str, Any]], plugins: list[dict[str, Any]]) -> N
             fine.setdefault(f"{plugin['distribution']} {plugin['version']}", []).append(plugin["name"])
     for distribution, names in fine.items():
         print_text(f"Plugins of {distribution}: {', '.join(names)}")
-    columns = ("name", "from", "status", "what is wrong", "remedy")
-    others = [p for p in plugins if p["status"] != "ok"]
-    if others:
+    if others := [p for p in plugins if p["status"] != "ok"]:
         origins = (f"{p['distribution']} {p['version']}" for p in others)
         rows = [(p["name"], o, p["status"], p["cause"], p["remedy"]) for p, o in zip(others, origins, strict=True)]
-        table("Plugins that are not used", columns, rows)
+        table("Plugins that are not used", ("name", "from", "status", "what is wrong", "remedy"), rows)
     typer.echo()
 
 

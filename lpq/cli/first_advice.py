@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Sequence
 
 import torch
 
 from lpq.bench.native import capability, to_begin_with
+from lpq.cli.kernels import Served
 from lpq.kernels import cuda
+from lpq.kernels.table import ENVIRONMENT
 
 EMULATED = "Any recipe runs here, emulated, to see its effect on a model, and none saves time"
 HIP = getattr(torch.version, "hip", None)
@@ -23,6 +27,19 @@ def advice(device: torch.device, *, has_cuda_core: bool) -> str:
     missing = _missing(device, has_cuda_core)
     need = f"Missing: {missing}." if missing else "Nothing is missing."
     return f"Begin with {first[0]}{others}, whose codes this GPU multiplies: lpq.convert(model, {first[0]!r}). {need}"
+
+
+def refused(every: Sequence[Served], device: torch.device) -> str | None:
+    """Say that LPQ_KERNELS leaves no kernel for some of these operations, and the remedy; None if all run."""
+    errors = [served for served in every if served.error is not None]
+    if not errors:
+        return None
+    forced = os.environ[ENVIRONMENT]
+    return (
+        f"{ENVIRONMENT}={forced} leaves no kernel for {len(errors)} of {len(every)} operations on {device}, as for "
+        f"{errors[0].op} of {' and '.join(errors[0].operands)}, and what needs one of them does not run. Allow the "
+        f"reference as well: {ENVIRONMENT}={forced},reference. Or unset it."
+    )
 
 
 def _why_emulated(device: torch.device, sm: int | None) -> str:

@@ -158,6 +158,7 @@ def test_a_request_that_nothing_meets_is_an_error_in_the_table(lpq: Callable, mo
     monkeypatch.setenv("LPQ_KERNELS", "triton")
     found = doctor(lpq, "--device", "cpu", status=1)
     assert found["environment"]["LPQ_KERNELS"] == "triton"
+    assert "Allow the reference as well: LPQ_KERNELS=triton,reference. Or unset it." in found["advice"]
     mine = [k for k in found["kernels"] if k["format"] == "mxfp8"]
     for kernel in mine:
         if not TABLE[kernel["op"]].reference:  # these need no kernel
@@ -277,6 +278,7 @@ def test_a_kernel_at_fault_is_a_finding_and_its_format_stays(install: Callable, 
         assert "plugin swift (lpq-swift 1.0) is at fault" in reason
         assert words in reason
     assert found["broken_formats"] == {}
+    assert "lpq: kernel torch lpq_swift_plugin:gone: plugin swift" in lpq("doctor", "--device", "cpu").err
     assert {k["op"] for k in found["kernels"] if k["format"] == "mxfp8"} >= {"measure", "quantize", "decode", "gemm"}
 
 
