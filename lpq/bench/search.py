@@ -182,7 +182,7 @@ def search(
     check_whole("search", 1, tokens=tokens)
     if seconds is not None and not callable(seconds):
         raise OptionError(f"search: seconds = {brief(seconds)}: it is a function of a layer's name and a recipe")
-    by_text = _recipes(recipes)
+    by_text = recipes_by_name(recipes)
     kept, budget = budget_of(time, error, by_text)
     clock: Clock = partial(_predicted, _by_size(gpu), tokens) if seconds is None else lambda *_: seconds
     before = Before(model)
@@ -213,7 +213,7 @@ def _batches(closures: Closure | Sequence[Closure]) -> list[Closure]:
     return every
 
 
-def _recipes(names: Iterable[str]) -> dict[str, Recipe]:
+def recipes_by_name(names: Iterable[str]) -> dict[str, Recipe]:
     """The recipes by their names, bf16 among them."""
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise OptionError(f"search: recipes = {brief(names)}: it is a list, as recipes=['mxfp8', 'nvfp4']")

@@ -19,10 +19,6 @@ from lpq.registry.errors import LpqError, OptionError
 NEEDED = ("pytest", "hypothesis")
 
 
-class KitMissing(LpqError):
-    """The conformance kit cannot run here."""
-
-
 def check(
     formats: Annotated[
         list[str],
@@ -40,7 +36,7 @@ def check(
     """
     absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if absent:
-        raise KitMissing(f"the conformance kit needs {' and '.join(absent)}: pip install 'lpq[check]'")
+        raise LpqError(f"the conformance kit needs {' and '.join(absent)}: pip install 'lpq[check]'")
     import pytest  # neither comes with lpq itself
     from hypothesis.configuration import set_hypothesis_home_dir
 

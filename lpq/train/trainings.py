@@ -13,14 +13,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from lpq.cli.runs import CURVES
 from lpq.files.disk import json_of
 from lpq.train.config import TrainConfig
 from lpq.train.errors import TrainError
 
 OF_ONE = frozenset({"recipe", "policy", "seed"})
 """The settings in which the trainings of a comparison differ."""
-FILES = "*-seed*.json"
-"""The files of trainings, in the folder of a comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +82,7 @@ def plain_name(title: str) -> str:
 
 def read_all(folder: Path) -> list[Training]:
     """All trainings whose files lie in ``folder``, the baseline first."""
-    every = [_read(path) for path in sorted(folder.glob(FILES))]
+    every = [_read(path) for path in sorted(folder.glob(CURVES))]
     return sorted(every, key=lambda t: (not t.baseline, t.title, t.seed))
 
 

@@ -52,9 +52,12 @@ def test_a_run_is_searched_and_trained_by_the_policy(
     assert policy.read_text() == (tmp_path / "second.toml").read_text(), "the same random bits each time"
     trained = run(tiny("by policy", policy=str(policy), baseline=False), console)
     assert trained.outcomes[0].losses[0] > 0
-    policy.unlink()
-    neither = lpq_command(*given)
-    assert (neither.status, "search needs one budget" in neither.err) == (2, True)
+    for options, words in (
+        ((), "search needs one budget"),
+        (("--time", 1, "--recipe", "fp8-delayed"), "remembers earlier steps"),
+    ):
+        wrong = lpq_command(*given, *options)  # told, though the file is there already
+        assert (wrong.status, words in wrong.err) == (2, True)
 
 
 def test_the_baseline_of_a_run_is_searched(
@@ -71,6 +74,16 @@ def test_the_baseline_of_a_run_is_searched(
     told = " ".join(ended.out.split())
     assert "The policy leaves every layer in bf16: by these recipes none saves time" in told
     assert "for lpq train" not in told  # which refuses a policy that converts nothing
+
+
+def test_a_comparison_has_no_checkpoint(tmp_path: Path, lpq_command: Command) -> None:
+    (tmp_path / "mxfp8-seed0.json").touch()
+    for command in (("search", tmp_path, "--time", 1, "--gpu", "b200"), ("export", tmp_path, tmp_path / "exported")):
+        ended = lpq_command(*command)
+        assert (ended.status, f"{tmp_path} is of lpq compare, which keeps no checkpoint: name" in ended.err) == (
+            1,
+            True,
+        )
 
 
 def test_a_policy_that_cannot_be_written_is_told_before_the_run_is_read(tmp_path: Path, lpq_command: Command) -> None:

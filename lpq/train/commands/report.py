@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from lpq.cli.runs import CONFIG, NUMERICS, RECIPE
+from lpq.cli.runs import CONFIG, CURVES, NUMERICS, RECIPE
 from lpq.observe import NumericsError, Readings
 from lpq.train import runs
-from lpq.train.trainings import FILES
 
 Run = Annotated[
     Path | None,
@@ -36,7 +35,7 @@ def report(run: Run = None, lines: Lines = 20) -> None:
         place, page = path, path.with_suffix(".html")
     if not path.exists():
         raise NumericsError(f"{path} does not exist: name the directory of a run of lpq train --watch 100")
-    if any(path.glob(FILES)):
+    if any(path.glob(CURVES)):
         raise NumericsError(
             f"{path} is of lpq compare, which takes no statistics: `lpq compare --out {path}` tells what is there, and "
             "lpq train --watch 100 takes some"

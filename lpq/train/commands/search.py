@@ -34,7 +34,7 @@ Card = Annotated[
 ]
 Tokens = Annotated[int, typer.Option("--tokens", min=1, help="The tokens of a step on each GPU.")]
 Batches = Annotated[int, typer.Option("--batches", min=1, help="The batches whose mean gradients are compared.")]
-Out = Annotated[Path, typer.Option("--out", help="The file for the policy.")]
+Out = Annotated[Path, typer.Option("--out", help="The file for the policy; one that is there is refused.")]
 
 
 def search(
@@ -58,15 +58,14 @@ def search(
     from rich.progress import Progress
 
     import lpq
-    from lpq.bench.search import BF16, COLUMNS, USUAL, budget_of
+    from lpq.bench.search import BF16, COLUMNS, USUAL, budget_of, recipes_by_name
     from lpq.cli.advise import gpu_named, not_compared, provenance
     from lpq.registry.tables import table
 
-    if out.exists():
-        raise OptionError(f"--out {out} is there already: give another name, or remove it")
     if bool(time) == bool(error):
         raise OptionError("search needs one budget: --time 0.6 or --time nvfp4, or else --error 0.1 or --error nvfp4")
     budget_of(_budget(time), _budget(error), [BF16, *(recipe or USUAL)], "--{} {}")
+    chosen = {text: [each] for text, each in recipes_by_name(recipe or USUAL).items() if text != BF16}
     card, _ = gpu_named(gpu, "--gpu")
     try:
         with TemporaryFile(dir=next(folder for folder in out.absolute().parents if folder.exists())):
@@ -75,6 +74,8 @@ def search(
         why = failure.strerror or failure
         raise LpqError(f"--out {out} cannot be written: {why}; choose another place") from failure
     model, closures = _prepared(checkpoint_in(run), batches)
+    if out.exists():  # last, as it is there whenever the command is given again
+        raise OptionError(f"--out {out} is there already: give another name, or remove it")
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("Replaying")
         result = lpq.search(
@@ -92,7 +93,7 @@ def search(
     except LpqError:
         print_text(result.policy.to_toml())  # the measurements are not lost
         raise
-    remarks = [provenance(card), *not_compared({text: [lpq.recipe(text)] for text in recipe or USUAL})]
+    remarks = [provenance(card), *not_compared(chosen)]
     if gains_nothing := all({*one.products} == {BF16} for one in result.choices.values()):
         remarks.append(
             "The policy leaves every layer in bf16: by these recipes none saves time within the budget. Narrow layers "
