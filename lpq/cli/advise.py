@@ -18,6 +18,7 @@ from lpq.bench.gpus import GPUS, NARROW, USUAL_SHARE, Gpu, bytes_of_element, is_
 from lpq.bench.layers import LayerSize, StackSize
 from lpq.bench.native import native_products
 from lpq.bench.speedups import in_figures, measure, ratio, total
+from lpq.cli.memory import unit_for
 from lpq.cli.models import NAMED, Chosen, ModelError, alike, layer_sizes, left_out, on_meta, patterns
 from lpq.cli.output import Json, as_json, print_text
 from lpq.nn.conversion_plan import rule_names
@@ -314,8 +315,9 @@ def _show(heading: str, groups: Sequence[LayerGroup], recipes: Sequence[str], me
 
 
 def _show_memory(memories: Mapping[str, observe.Memory], world: int) -> None:
-    rows = [("weights, gradients, moments of a rank", *(f"{m.total / 2**30:.2f}" for m in memories.values()))]
+    unit, size = unit_for(max(m.total for m in memories.values()))
+    rows = [("weights, gradients, moments of a rank", *(f"{m.total / size:.2f}" for m in memories.values()))]
     if world > 1:
-        gathered = (f"{(m.forward + m.backward) / 2**30:.2f}" for m in memories.values())
-        rows.append(("gathered in a step, of all ranks", *gathered))
-    table("GiB, with fp32 shards and weights gathered in the form of the recipe", ("", *memories), rows)
+        gathered = (f"{(m.forward + m.backward) / size:.2f}" for m in memories.values())
+        rows.append(("whole weights gathered in a step", *gathered))
+    table(f"{unit}, with fp32 shards and weights gathered in the form of the recipe", ("", *memories), rows)

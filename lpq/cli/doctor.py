@@ -180,13 +180,12 @@ def unused_kernels() -> list[dict[str, str]]:
 
 
 def versions() -> dict[str, str]:
-    cuda: str | None = getattr(torch.version, "cuda", None)
     return {
         "lpq": lpq.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": installed("triton"),
-        "cuda": cuda or "torch is built without it",
+        "cuda": torch.version.cuda or "torch is built without it",
         "cuda-core": installed("cuda-core"),
         "nvrtc": compiler(),
     }

@@ -86,10 +86,7 @@ class Served:
 
     def plain(self) -> dict[str, Any]:
         """The same as plain data for JSON."""
-        return {
-            **asdict(self),
-            "why_not": [{"impl": r.impl, "reason": r.words} for r in self.why_not],
-        }
+        return {**asdict(self), "why_not": [{"impl": r.impl, "reason": r.words} for r in self.why_not]}
 
 
 def check_environment() -> None:

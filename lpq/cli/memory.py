@@ -41,8 +41,8 @@ ROWS: dict[str, Callable[[Memory], int]] = {
     "a rank: gradients": lambda m: m.gradients,
     "a rank: all of these": lambda m: m.total,
     "a rank: gathered at a time": lambda m: m.at_once,
-    "all: gathered in forward": lambda m: m.forward,
-    "all: gathered in backward": lambda m: m.backward,
+    "whole: gathered in forward": lambda m: m.forward,
+    "whole: gathered in backward": lambda m: m.backward,
 }
 UNITS = ("bytes", "KiB", "MiB", "GiB")
 
@@ -67,17 +67,17 @@ def memory(
         as_json({way: {**asdict(m), "total": m.total, "share": m.share} for way, m in counts.items()})
         return
     plain, *others = counts.values()
-    unit = min(int(math.log(plain.total, 1024)), len(UNITS) - 1)
+    unit, size = unit_for(plain.total)
 
     def cell(count: int, of: int) -> str:
         share = f"{count / of:5.0%}" if of else 5 * " "
-        return f"{count / 1024**unit:8.2f} {share}" if count else ""
+        return f"{count / size:8.2f} {share}" if count else ""
 
     converted = max(m.converted for m in others)
     high = BF16 * converted
-    rows = [("all: the converted weights", *(cell(m.quantized or high, high) for m in counts.values()))]
+    rows = [("whole: the converted weights", *(cell(m.quantized or high, high) for m in counts.values()))]
     rows += [(row, *(cell(of(m), of(plain)) for m in counts.values())) for row, of in ROWS.items()]
-    title = f"{shape} under {recipe}, {ranks} ranks; in {UNITS[unit]} and parts of bf16's (fp32 shards)"
+    title = f"{shape} under {recipe}, {ranks} ranks; in {unit} and parts of bf16's (fp32 shards)"
     table(title, ("", *counts), rows)
     print_text(
         f"{plain.parameters:,} parameters; {converted:,} are converted: the blocks' linear layers, but for "
@@ -91,6 +91,12 @@ def memory(
                 f"of training in bf16, and the quantized weights, {m.share:.0%} of bf16, come on top: only the gathers "
                 f"take less. With MasterWeights(…, keep=False), which keeps no masters, it is {bare}."
             )
+
+
+def unit_for(count: int) -> tuple[str, int]:
+    """The name and the bytes of the unit for a number of bytes and smaller ones."""
+    power = min(int(math.log(count, 1024)), len(UNITS) - 1)
+    return UNITS[power], 1024**power
 
 
 def count_bytes(

@@ -44,7 +44,10 @@ def by_function(name: str, option: str) -> nn.Module:
     try:
         make = registry.resolve(name)
     except ImportStringError as error:
-        raise OptionError(f"{option}: {error}") from error
+        absent = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
+        remedy = "; give `python -m lpq` in the folder that has it, or name that folder in PYTHONPATH"
+        is_first = absent == name.partition(":")[0].partition(".")[0]  # no part of a package, which was found
+        raise OptionError(f"{option}: {error}{remedy if is_first else ''}") from error
     if not callable(make):
         raise OptionError(f"{option}: {name} is of type {type(make).__name__}, and no function that makes the model")
     try:

@@ -55,9 +55,9 @@ class Memory:
     moments: int = 0
     """The bytes of the two moments of Adam, stored in formats or not."""
     forward: int = 0
-    """The bytes gathered in a forward, of all ranks together."""
+    """The bytes gathered in a forward: whole weights, once for each gather."""
     backward: int = 0
-    """The bytes gathered in a backward, of all ranks together."""
+    """The bytes gathered in a backward: whole weights, once for each gather."""
     at_once: int = 0
     """The most gathered bytes that a rank holds at a time: the parameters of no block, and the largest block."""
 

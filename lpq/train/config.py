@@ -19,8 +19,6 @@ from lpq.train.errors import TrainError, TrainOptionError
 
 RECIPE = "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"
 """The default recipe: a hybrid."""
-
-
 WEIGHTS = (None, "high_precision", "quantized")
 """How the weights of converted layers are stored."""
 INSTALLED = "installed"
@@ -107,8 +105,7 @@ class TrainConfig:
                 f"make width a multiple of {2 * self.heads}, or take another number of heads"
             )
         if self.weights not in WEIGHTS:
-            choices = [name for name in WEIGHTS if name is not None]
-            raise TrainOptionError(f"weights = {self.weights!r}: {suggestion(self.weights or '', choices)}")
+            raise TrainOptionError(f"weights = {self.weights!r}: {suggestion(self.weights or '', WEIGHTS[1:])}")
         if self.schedule not in SCHEDULES:
             raise TrainOptionError(f"schedule = {self.schedule!r}: {suggestion(self.schedule, SCHEDULES)}")
         if not self.lr > 0:

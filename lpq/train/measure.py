@@ -62,9 +62,9 @@ class StepBytes:
     held: int
     """The bytes kept from the forward for the backward."""
     forward: int
-    """The bytes gathered in forward, of all ranks together."""
+    """The bytes gathered in forward: whole weights, once for each gather."""
     backward: int
-    """The bytes gathered in backward, of all ranks together."""
+    """The bytes gathered in backward: whole weights, once for each gather."""
     weights: int
     gradients: int
     optimizer: int

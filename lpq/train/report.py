@@ -102,8 +102,7 @@ def close(summary: Summary, console: Console, *, on_cpu: bool) -> Summary:
     served = [
         (s.gemm, s.operands, "; ".join([s.kernel, *s.why_not]), str(s.layers)) for s in summary.outcomes[0].served
     ]
-    title = "what ran the products of the last step"
-    tables.table(title, ("product", "operands", "kernel", "layers"), served, console)
+    tables.table("what ran the products of the last step", ("product", "operands", "kernel", "layers"), served, console)
     (summary.directory / runs.SUMMARY).write_text(json.dumps(summary.to_dict(), indent=1) + "\n", encoding="utf-8")
     recipe, *others = summary.outcomes
     curves = [Curve(recipe.title, 0, recipe.losses)]

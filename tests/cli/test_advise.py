@@ -155,6 +155,20 @@ def test_a_function_that_raises_is_named_with_what_it_raised(lpq: Callable, monk
         assert "call it in Python to see the traceback" in ended.err
 
 
+def test_a_module_that_is_not_found_is_told_with_the_remedy(lpq: Callable) -> None:
+    for name, has_remedy in (("no_such_module:model", True), ("torch.no_such_part:model", False)):
+        ended = lpq("advise", name, "--gpu", "h100")
+        assert (ended.status, "cannot be imported: ModuleNotFoundError" in ended.err) == (2, True)
+        assert ("give `python -m lpq` in the folder that has it, or" in ended.err) == has_remedy
+
+
+def test_the_memory_of_a_small_model_is_told_in_a_unit_that_fits(lpq: Callable) -> None:
+    out = lpq("advise", "tiny", "--gpu", "h100", "--world", 2).out
+    assert "MiB, with fp32 shards and weights gathered in the form of the recipe" in out
+    (row,) = [line.split() for line in out.splitlines() if line.startswith(" whole weights gathered in a step")]
+    assert all(0 < float(cell) < 1024 for cell in row[-5:])
+
+
 def test_a_gpu_that_nobody_measured_is_called_so(lpq: Callable) -> None:
     found = advised(lpq, "llama-3-8b", "--gpu", "B200", "--tokens", 16384)
     assert not found["measured_rates"]

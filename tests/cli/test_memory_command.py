@@ -15,7 +15,7 @@ from lpq.cli.shapes import SHAPES
 def test_llama_under_nvfp4_is_a_table(lpq: Callable) -> None:
     ended = lpq("memory", "--recipe", "nvfp4", "--ranks", "8")
     assert (ended.status, ended.err) == (0, "")
-    (row,) = [line.split() for line in ended.out.splitlines() if "all: the converted weights" in line]
+    (row,) = [line.split() for line in ended.out.splitlines() if "whole: the converted weights" in line]
     assert row[-6:] == ["13.00", "100%", "3.28", "25%", "3.28", "25%"]
     assert "8,030,261,248 parameters; 6,979,321,856 are converted" in ended.out
     assert "in GiB" in ended.out
