@@ -108,11 +108,12 @@ def _run(
             runs.open_directory(replace(job.config, resume=True))
     places = [config.training.device] if processes.many else _places(device, config, len(todo))
     steps, at_once = config.training.steps, len(places) * processes.size
+    each = config.training.batch * config.training.seq
     about_all = console if processes.rank == 0 else Console(quiet=True)
     loop.say(
         about_all,
-        f"{len(jobs)} trainings of {steps} steps, {len(jobs) - len(todo)} of them done, {at_once} at a time; "
-        f"{text.source}, {len(text.train) / 2**20:.0f} MiB and {len(text.held_out) / 2**20:.1f} MiB held out; "
+        f"{len(jobs)} trainings of {steps} steps of {each} bytes, {len(jobs) - len(todo)} of them done, {at_once} at a "
+        f"time; {text.source}, {len(text.train) / 2**20:.0f} MiB and {len(text.held_out) / 2**20:.1f} MiB held out; "
         f"everything goes to {config.out}/",
     )
     with Interrupt(deaf=processes.many) as interrupt:

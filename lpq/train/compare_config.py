@@ -110,14 +110,16 @@ def title_of(recipe: str) -> str:
 
 def training(size: str, tokens: str | None, options: Mapping[str, Any]) -> TrainConfig:
     """The settings of all trainings: a size, ``options`` in place of its settings, and as many steps as there are
-    batches in ``tokens``."""
+    batches in ``tokens``, one at least."""
     if size not in SIZES:
         raise TrainOptionError(f"size = {size!r}: {suggestion(size, SIZES)}")
     settings = {**SIZES[size], **options}
     token_count = count(tokens) if tokens is not None else SIZES[size]["tokens"]
     del settings["tokens"]
     config = TrainConfig(**{**settings, "baseline": False})
-    steps = max(1, round(token_count / (config.batch * config.seq)))
+    if token_count < (each := config.batch * config.seq):
+        raise TrainOptionError(f"tokens = {token_count}: a step reads {each}, --batch times --seq: give {each} or more")
+    steps = round(token_count / each)
     part = max(1, steps // TIMES)
     return replace(
         config,

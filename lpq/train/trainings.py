@@ -111,10 +111,12 @@ def refuse_others(trainings: Iterable[Training], config: TrainConfig, folder: Pa
     for training in trainings:
         for key, value in shared(TrainConfig(**training.settings)).items():
             if value != settings_of_all[key]:
+                tokens = training.settings["steps"] * training.settings["batch"] * training.settings["seq"]
+                same = f"--tokens {tokens}" if key == "steps" else "the same"
                 raise TrainError(
                     f"{file_of(folder, training.title, training.seed)} is of a training with {key} = {value!r}, and "
                     f"{key} = {settings_of_all[key]!r} is asked for: trainings that are compared have the same "
-                    "settings. Give the same, or another directory with --out"
+                    f"settings. Give {same}, or another directory with --out"
                 )
 
 

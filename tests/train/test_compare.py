@@ -183,6 +183,8 @@ def test_what_is_there_of_other_settings_is_refused_in_words(
     assert len(compare.run(small(str(policy), seeds=1), console)) == 2
     with pytest.raises(TrainError, match=r"seed0\.json is of a training with lr = 0\.004, and lr = 0\.1 is asked for"):
         compare.run(small("mxfp8", lr=0.1), console)
+    with pytest.raises(TrainError, match=r"with steps = 6, and steps = 7 is asked for.* Give --tokens 192, or"):
+        compare.run(small("mxfp8", steps=7), console)
     policy.write_text('rules = [{match = "*.down", recipe = "mxfp8"}]')
     with pytest.raises(TrainError, match=r"(?s)mine is another recipe than the trainings that are there.*\*\.up"):
         compare.run(small(str(policy)), console)
@@ -200,6 +202,7 @@ def test_what_is_asked_for_wrongly_is_refused_before_anything_is_written(lpq_com
         (("mxfp9",), "mxfp9"),
         (("mxfp8", "--size", "60g"), "did you mean '60m'"),
         (("mxfp8", "--tokens", "many"), "a number of tokens is wanted"),
+        (("mxfp8", "--tokens", "511"), "tokens = 511: a step reads 512, --batch times --seq: give 512 or more"),
         (("mxfp8", "--seeds", "0"), "it must be at least 1"),
         (("mxfp8", "--record"), "--record makes CUDA graphs, and the device is cpu: leave it out"),
         (("mxfp8", "mxfp8"), "name each recipe once"),
@@ -285,7 +288,7 @@ def test_the_processes_of_torchrun_share_the_trainings_out(text: Path, tmp_path:
     """
     ended = ranks("shared", own)
     assert ended.statuses == (1, 1), ended.err
-    assert "6 trainings of 6 steps, 0 of them done, 2 at a time" in ended.out
+    assert "6 trainings of 6 steps of 32 bytes, 0 of them done, 2 at a time" in ended.out
     assert "rank 0 trains" in ended.out
     assert "rank 1 trains" in ended.out
     for title in ("mxfp8", "identity"):
@@ -295,7 +298,7 @@ def test_the_processes_of_torchrun_share_the_trainings_out(text: Path, tmp_path:
                                               f"{BASELINE}-seed1.json"])  # fmt: skip
     ended = ranks("shared")
     assert ended.statuses == (0, 0), ended.err
-    assert "6 trainings of 6 steps, 4 of them done, 2 at a time" in ended.out
+    assert "6 trainings of 6 steps of 32 bytes, 4 of them done, 2 at a time" in ended.out
     assert files("shared") == files("whole")
     assert {path.name for path in (tmp_path / "shared").iterdir()} == {
         path.name for path in (tmp_path / "whole").iterdir()

@@ -42,7 +42,12 @@ Size = Annotated[
     str, typer.Option("--size", help=f"The model and its text: {', '.join(SIZES)}.", show_default="60m; on a CPU toy")
 ]
 Tokens = Annotated[
-    str, typer.Option("--tokens", help="Bytes of text that each training reads, as 200M.", show_default=BY_SIZE)
+    str,
+    typer.Option(
+        "--tokens",
+        help="Bytes of text that each training reads, as 200M; rounded to whole steps.",
+        show_default=BY_SIZE,
+    ),
 ]
 Out = Annotated[Path, typer.Option("--out", help="The directory of the curves; the same one goes on.")]
 AtOnce = Annotated[
