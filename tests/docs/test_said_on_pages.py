@@ -24,7 +24,7 @@ ROWS = {
     "moments": lambda m: m.moments,
     "gradients": lambda m: m.gradients,
     "all of these": lambda m: m.total,
-    "gathered in a step, of all ranks": lambda m: m.forward + m.backward,
+    "whole weights gathered in a step": lambda m: m.forward + m.backward,
 }
 
 
