@@ -126,8 +126,8 @@ class Readings(Readable):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise NumericsError("TensorBoard is not installed: pip install tensorboard") from error
-        readings, directory = self.readings(), Path(directory).absolute()
-        with SummaryWriter(str(directory)) as writer:
+        readings = self.readings()
+        with writable(directory) as place, SummaryWriter(str(directory := place.absolute())) as writer:
             for one in readings[self._shown.get(directory, 0) :]:
                 for name, value in one.numbers().items():
                     writer.add_scalar(f"{name}/{one.title}", value, one.step)

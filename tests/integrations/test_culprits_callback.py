@@ -174,6 +174,12 @@ def test_a_course_that_is_loaded_takes_the_place_of_its_steps() -> None:
     for _ in range(2):
         used.load_state_dict(saved.state_dict())
         assert used.state_dict() == saved.state_dict()
+    for state in ({}, None, {"losses": None, "norms": [], "left": False}, {**saved.state_dict(), "norms": ["1"]}):
+        with pytest.raises(
+            NumericsError, match=r"Course: .* is not what state_dict\(\) of a course returns: load that"
+        ):
+            used.load_state_dict(state)  # type: ignore[arg-type]
+    assert used.state_dict() == saved.state_dict()
     assert used.why(60.0, 1.0) == saved.why(60.0, 1.0) is not None
 
 

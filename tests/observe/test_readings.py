@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from torch import nn
 
 import lpq
 from lpq.observe import Reading
+from lpq.registry.errors import LpqError
 
 
 def model(recipe: Any = "mxfp8") -> Any:
@@ -106,6 +108,16 @@ def test_tensorboard_has_each_point_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len({*points}) == len(points)
     assert {step for directory, _, step in points if directory.endswith("a")} == {0, 1, 2}
     assert {step for directory, _, step in points if directory.endswith("b")} == {0, 1}
+
+
+@pytest.mark.parametrize("inside", [".", "run"])
+def test_a_place_where_tensorboard_cannot_write_is_told(
+    inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=os.makedirs))
+    (file := tmp_path / "file").touch()
+    with pytest.raises(LpqError, match=r"file(/run)? cannot be written: .*; choose another place"):
+        lpq.observe.Readings().tensorboard(file / inside)
 
 
 class Parsed(HTMLParser):
