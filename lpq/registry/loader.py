@@ -19,10 +19,10 @@ from typing import Any, Literal, TypeVar
 import pluggy
 
 from lpq.registry import hookspecs
-from lpq.registry.errors import ImportStringError, PluginError, suggestion, words
+from lpq.registry.errors import ImportStringError, PluginError, near_names, suggestion, words
 from lpq.registry.grammar import NAME
 from lpq.registry.operations import TABLE
-from lpq.registry.plugin_faults import fault, nested, title
+from lpq.registry.plugin_faults import fault, meant, nested, title
 from lpq.registry.showing import brief, pip
 from lpq.registry.specs import (
     API_VERSION,
@@ -91,7 +91,7 @@ class PluginSource:
         if self.distribution == HERE:
             return "fix it and register it again"
         newer = pip("install --upgrade", [self.distribution], "install another version of what brings it")
-        return f"{newer}, or report it to its authors"
+        return f"correct it if it is yours; otherwise {newer}, or report it to its authors"
 
     def error(self, cause: str, remedy: str) -> PluginError:
         return PluginError(self.name, self.distribution, self.version, cause, remedy)
@@ -103,12 +103,16 @@ class PluginSource:
             if package == OWN:
                 cause = f"{what} needs the module {error.name}, which this lpq does not have"
                 return self.error(cause, f"{self.other_version}, for lpq as it is now")
-            if package != self.module.partition(".")[0]:
+            own = self.module.partition(".")[0]
+            if package != own:
                 cause = f"{what} needs the module {error.name}, which is not installed"
-                return self.error(cause, pip("install", [package], "install what brings that module"))
-        if isinstance(error, ImportStringError):  # it says what cannot be imported
-            return self.error(str(error), self.other_version)
-        return self.error(f"importing {what} raised {words(error)}", self.other_version)
+                remedy = pip("install", [package], "install what brings that module")
+                if near := near_names(package, [own]):
+                    cause, remedy = f"{cause} ({near})", f"correct it if it is yours; otherwise {remedy}"
+                return self.error(cause, remedy)
+        by_itself = isinstance(error, ImportStringError)  # it says what cannot be imported
+        cause = str(error) if by_itself else f"importing {what} raised {words(error)}{meant(error)}"
+        return self.error(cause, self.other_version)
 
 
 def installed() -> dict[str, list[PluginSource]]:
@@ -166,11 +170,13 @@ def resolve(string: str) -> Any:
     """Import what an import ``string``, ``"package.module:attribute"``, names."""
     module, colon, attribute = string.partition(":")
     if not (module and colon and attribute):
-        raise ImportStringError(f"{string!r} is not an import string: write it as 'package.module:attribute'")
+        package, _, name = string.rpartition(".")
+        right = "package.module:attribute" if colon or not (package and name) else f"{package}:{name}"
+        raise ImportStringError(f"{string!r} is not an import string: write it as {right!r}")
     try:
         return attrgetter(attribute)(import_module(module))
     except (Exception, SystemExit) as error:
-        raise ImportStringError(f"{string!r} cannot be imported: {words(error)}") from error
+        raise ImportStringError(f"{string!r} cannot be imported: {words(error)}{meant(error)}") from error
 
 
 def load(source: PluginSource, manager: pluggy.PluginManager) -> PluginInfo:

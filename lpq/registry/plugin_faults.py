@@ -1,14 +1,18 @@
-"""The faults of specs in words: fields that are not of the types which their dataclass declares."""
+"""The faults of specs in words: fields that are not of the types which their dataclass declares, and names in import
+strings that lead nowhere."""
 
 from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from types import NoneType, UnionType
+from pathlib import Path
+from types import ModuleType, NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
+from lpq.registry.errors import near_names
 from lpq.registry.showing import brief
 
 ImportString: TypeAlias = Annotated[str, "an import string, as 'package.module:attribute'"]
@@ -89,3 +93,16 @@ def _named(value: Any, hint: Any) -> str:
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     wanted = ImportString in (hint, *get_args(hint)) and None not in (module, name)
     return f" (did you mean '{module}:{name}'?)" if wanted else ""
+
+
+def meant(error: BaseException | None) -> str:
+    """`` (did you mean 'acme.format'?)`` after the error of a module, or of a name in one, that is not there."""
+    near = ""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.rpartition(".")[0]
+        folders = getattr(sys.modules.get(package), "__path__", ())
+        files = [path.stem for folder in folders for path in Path(folder).glob("*")]
+        near = near_names(error.name, [f"{package}.{file}" for file in files])
+    elif isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
+        near = near_names(str(error.name), vars(error.obj))
+    return f" ({near})" if near else ""

@@ -295,7 +295,7 @@ def test_a_distribution_without_metadata(site, text: str | None) -> None:
     registry.refresh()
     assert list(registry.formats()) == ["base", "acme"]
     where = re.escape(f"plugin acme_b (a distribution without metadata in {site.path})")
-    with pytest.raises(PluginError, match=rf"{where}.*Remedy: install another version of what brings it"):
+    with pytest.raises(PluginError, match=rf"{where}.*; otherwise install another version of what brings it"):
         registry.recipe_spec("acme_b")
 
 

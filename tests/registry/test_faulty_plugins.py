@@ -34,6 +34,7 @@ FAULTS = {
     "impl='acme_plugin:gone'": "'acme_plugin:gone' cannot be imported: AttributeError",
     "impl='acme_exits:run'": "'acme_exits:run' cannot be imported: SystemExit: bye",
     "impl='no colon'": "'no colon' is not an import string",
+    "impl='acme.plugin.run'": "'acme.plugin.run' is not an import string: write it as 'acme.plugin:run'",
     "impl='acme_plugin:VALUE'": "'acme_plugin:VALUE' is 7, which cannot be called",
     "impl='acme_plugin:run', why_not='acme_gone:f'": "'acme_gone:f' cannot be imported",
     "impl='acme_plugin:run', why_not='acme_plugin:raises'": "'acme_plugin:run' serves this raised ZeroDivisionError",
@@ -100,6 +101,27 @@ def test_a_class_that_is_none(site, role: str, value: str, words: str) -> None:
     assert words in caught.value.cause
     assert role in caught.value.remedy.lower()
     assert registry.quantizer("base").margin == 0
+
+
+@pytest.mark.parametrize(
+    ("string", "cause"),
+    [
+        ("acme_p.formt:Fp6Storage", "No module named 'acme_p.formt' (did you mean 'acme_p.format'?)"),
+        ("acme_p.format:FP6Storage", "has no attribute 'FP6Storage' (did you mean 'Fp6Storage'?)"),
+        ("acme_p.format.Fp6Storage", "is not an import string: write it as 'acme_p.format:Fp6Storage'"),
+        ("acme_q.format:Fp6Storage", "module acme_q, which is not installed (did you mean 'acme_p'?)"),
+        ("acme_p.format:Zebra", "has no attribute 'Zebra'"),
+    ],
+)
+def test_a_near_name_is_told_to_its_author(site, string: str, cause: str) -> None:
+    modules = {"acme_p.__init__": site.format("acme").replace("acme_quantizer:FakeStorage", string)}
+    modules["acme_p.format"] = "class Fp6Storage: ..."
+    site.install("acme-formats", "1.2", {"acme": "acme_p"}, modules)
+    with pytest.raises(PluginError) as caught:
+        registry.storage_class("acme")
+    assert caught.value.cause.endswith(cause)
+    other = "acme_q" if "acme_q" in string else "--upgrade acme-formats, or report it to its authors"
+    assert caught.value.remedy == f"correct it if it is yours; otherwise pip install {other}"
 
 
 @pytest.mark.parametrize(
