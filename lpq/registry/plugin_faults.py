@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import ModuleType, NoneType, UnionType
@@ -29,8 +29,8 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def nested(value: object) -> Iterator[Any]:
-    """The dataclass that a value is, or all in a tuple, each before the dataclasses in its fields."""
-    if isinstance(value, tuple):
+    """The dataclass that a value is, or all in a tuple or list, each before the dataclasses in its fields."""
+    if isinstance(value, tuple | list):
         for one in value:
             yield from nested(one)
     elif is_dataclass(value) and not isinstance(value, type):
@@ -66,8 +66,9 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, one) for one in inner)
     if origin is Literal:
         return value in inner
-    if origin is tuple:  # of any length: no spec has another one
-        return isinstance(value, tuple) and all(_fits(one, inner[0]) for one in value)
+    if origin in (tuple, Sequence):  # of any length: no spec has another one
+        kind = tuple if origin is tuple else tuple | list
+        return isinstance(value, kind) and all(_fits(one, inner[0]) for one in value)
     if hint is float:
         return _fits(value, int) or (isinstance(value, float) and math.isfinite(value))
     if hint is int:
@@ -83,7 +84,7 @@ def _in_words(hint: Any) -> str:
         return " or ".join(map(_in_words, inner))
     if origin is Literal:
         return f"one of {', '.join(map(str, inner))}"
-    if origin is tuple:
+    if origin in (tuple, Sequence):
         return f"a tuple, as (x,), in which each x is {_in_words(inner[0])}"
     return IN_WORDS.get(origin or hint) or f"a {hint.__name__}"
 

@@ -6,7 +6,7 @@ Listing formats must need neither torch nor a GPU, so nothing here refers to a t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -104,7 +104,7 @@ class FormatSpec:
     """Import string of the ``Storage`` class."""
     effective_bits: float | None
     """Bits that one element costs in memory, scales included, with the default options; None: it depends."""
-    kernels: tuple[KernelSpec, ...] = ()
+    kernels: Sequence[KernelSpec] = ()
     """Faster implementations; the reference needs no line here."""
     schemes: ImportString | None = None
     """Import string of a tuple of ``lpq.registry.Scheme``: how operands of this format lie in the files of inference

@@ -10,6 +10,7 @@ import torch
 
 from lpq import registry
 from lpq.kernels import KernelError, choose
+from lpq.registry import FormatSpec, KernelSpec, hookimpl
 from lpq.registry.errors import ImportStringError, PluginError
 
 CPU = torch.device("cpu")
@@ -233,3 +234,12 @@ def test_a_plugin_around_a_conversion_is_not_blamed_for_it(site) -> None:
         with pytest.raises(PluginError) as caught:
             registry.convert_module(module, "block.0", "recipe")
         assert caught.value.plugin == culprit
+
+
+def test_kernels_in_a_list_are_taken(register) -> None:
+    kernel = KernelSpec.triton("decode", "acme:run", formats=("acme",))
+    strings = {"quantizer": "acme:Q", "storage": "acme:S"}
+    spec = FormatSpec(name="acme", summary="", **strings, effective_bits=8, kernels=[kernel])
+    plugin = types.SimpleNamespace(lpq_register_formats=hookimpl(lambda: spec))
+    register(plugin, name="acme")
+    assert registry.kernels("decode", ("acme",)) == (kernel,)
