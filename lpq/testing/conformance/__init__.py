@@ -4,17 +4,8 @@ The argument of a test names what it runs for: ``family``, each format; ``quanti
 ``side``, the quantizer of each operand that these have; ``partner``, each built-in format that needs no option.
 
 A quantizer may declare two things to the kit, each as a class attribute or as a property that depends on its
-options. The first are the tests that it fails, with the reasons; such a test must fail. One case of a test is
-named as pytest names it, without the quantizer: ``test_error_is_bounded[tiny]``::
-
-    @property
-    def known_failures(self) -> dict[str, str]:
-        return {} if self.zero else {"test_zeros_stay_zeros": "without zero=true this grid has no zero"}
-
-The second is the relative RMS error that it may make on normally distributed values, if that is more than its
-bits promise: for logarithms, and codes that leave bits of a byte empty (``test_encoding`` has the kit's own)::
-
-    error_bound: ClassVar[float] = 0.25
+options: ``known_failures``, the tests that it fails, with the reasons, and ``error_bound``, the relative RMS error of
+normal values if that is more than its bits promise. The guide to plugins shows both.
 """
 
 # ruff: noqa: F403

@@ -13,7 +13,7 @@ from lpq.formats import Quantizer, Storage
 from lpq.formats.layout import DIMENSIONS
 from lpq.formats.sections import cat
 from lpq.tensor import PrecisionWarning, QuantizedTensor
-from lpq.testing.expect import equal, same_operand, same_quantized, same_values
+from lpq.testing.expect import equal, same_operand, same_quantized, same_values, there
 from lpq.testing.operands import SEED, cut, encode, few, no_parts, normal, rotated, unit
 
 
@@ -33,14 +33,12 @@ def test_pieces_of_an_operand(side: Quantizer, dim: int) -> None:
     pieces: list[Storage] = []
     for start in range(0, size[dim], step):
         stop = min(start + step, size[dim])
-        piece = operand.narrow(dim, start, stop)
         what = f"{side}: {DIMENSIONS[dim]} [{start}, {stop}) of {size}"
-        assert piece is not None, f"{what} lie on whole blocks and cannot be taken"
+        piece = there(operand.narrow(dim, start, stop), f"{what}, which lie on whole blocks")
         assert memory == [t.untyped_storage().data_ptr() for t in piece.tensors()], f"{what} were copied"
         same_values(piece.decode(), decoded.narrow(dim, start, stop - start), what, exact=side.rotation is None)
         pieces.append(piece)
-    joined = cat(pieces, dim)
-    assert joined is not None, f"{side}: pieces on whole blocks do not join"
+    joined = there(cat(pieces, dim), f"{side}: the whole of pieces on whole blocks")
     same_operand(joined, operand, f"{side}: the pieces joined again")
 
 

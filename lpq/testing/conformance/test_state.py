@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from lpq.operations.quantizing import quantize
 from lpq.operations.sides import declared
 from lpq.operations.states import measures_fresh, recalls, remember
 from lpq.testing.conformance.test_layout import check_buffers
+from lpq.testing.conformance.test_purity import untouched
 from lpq.testing.expect import same, same_operand, there
 from lpq.testing.operands import SEED, encode, measure, normal
 from lpq.testing.options import only
@@ -83,19 +85,15 @@ def test_state_follows_the_tensor(quantizer: Quantizer) -> None:
         _take(side, state, measure(side, x), steps)
         before = stats_of_state(side, state)
         stats = measure(side, x * 10)
-        copies = {key: value.clone() for key, value in stats.items()}
-        _take(side, state, stats, steps)
-        for key, value in copies.items():
-            same(stats[key], value, f"{side}: remember changed the statistic {key!r}; copy it, and change the copy")
+        given = {f"the statistic {key!r}": value for key, value in stats.items()}
+        untouched(given, partial(_take, side, state, stats, steps), f"{side}: remember")
         after = stats_of_state(side, state)
         assert not before or any(not torch.equal(after[key], value) for key, value in before.items()), (
             f"{name}.recall gives the same statistics as before, after {steps} steps with a tensor that is ten times "
             "as large; they must follow it: let remember write to state, in place, at every step"
         )
-        state_copies = {key: value.clone() for key, value in state.items()}
-        side.recall(state)
-        for key, value in state_copies.items():
-            same(state[key], value, f"{side}: recall changed the state {key!r}; only remember may write to it")
+        kept = {f"the state {key!r}, to which only remember may write": value for key, value in state.items()}
+        untouched(kept, partial(side.recall, state), f"{side}: recall")
 
 
 @REMEMBERS
@@ -180,14 +178,13 @@ def test_static_statistics_come_from_the_state(quantizer: Quantizer) -> None:
         assert is_static <= stat.of_all, f"{static}: {stat.name} is static, and is not of the whole matrix"
     keys = [prefix + s.name for prefix, side in static.state_branches().items() for s in side.state]
     state = dict(zip(keys, [s for s, is_static in zip(larger, frozen, strict=True) if is_static], strict=True))
-    before = {key: value.clone() for key, value in state.items()}
-    operands = encode_operands(static, x, state=state, seed=seed)
+    kept = {f"the static statistic {key!r}": value for key, value in state.items()}
+    encoding = partial(encode_operands, static, x, state=state, seed=seed)
+    operands = untouched(kept, encoding, f"{static}: encoding")
     stats = [b if is_static else a for a, b, is_static in zip(own, larger, frozen, strict=True)]
     expected = quantize(x, stats, row, col, seed)
     for one, other in zip(operands[:2], expected[:2], strict=True):
         same_operand(there(one, f"{static}: an operand"), there(other, f"{static}: an operand"), f"{static}")
-    for key, value in before.items():
-        same(state[key], value, f"{static}: encoding changed the static statistic {key!r}")
 
 
 def _take(side: Quantizer, state: dict[str, Tensor], stats: dict[str, Tensor], steps: int = 8) -> None:
