@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from lpq.testing.options import Family
 
 KIT = "lpq.testing.conformance."
-FIRST = ("encoding", "purity", "layout", "parts", "ranks", "directions", "products", "rounding", "state", "kernels")
-"""The modules of the kit whose tests find most mistakes, in this order; the others follow."""
+FIRST = ("purity", "encoding", "layout", "parts", "ranks", "directions", "products", "rounding", "state", "kernels")
+"""The modules of the kit that run first: purity, without which any test may fail, and those that find most mistakes."""
 
 pytest.register_assert_rewrite("lpq.testing.comparing", "lpq.testing.conformance", "lpq.testing.expect")
 

@@ -106,7 +106,7 @@ class SaysTransposable(Int8):
     transposable = True
 
 
-@found_by(PURE, "encoding the same matrix a second time, the buffer 'data'")
+@found_by(PURE, "encoding the same matrix a second time (it may be random only by *, the buffer 'data'")
 class Dithers(Int8):
     """Random, without saying so."""
 

@@ -24,6 +24,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "an infinity": lambda x: _with(x, torch.inf),
 }
 """Matrices that a format may treat in its own way, beside the table's matrices."""
+SECOND = "encoding the same matrix a second time (it may be random only by the bits that encode_stochastic is given)"
 
 
 def _with(x: Tensor, value: float) -> Tensor:
@@ -79,13 +80,13 @@ def test_encode_is_pure(side: Quantizer) -> None:
             )  # fmt: skip
         again = results(side, x, what)
         for name, copy in copies.items():
-            same(again[name], copy, f"{what}: encoding the same matrix a second time, {name}")
+            same(again[name], copy, f"{what}: {SECOND}, {name}")
     for dtype in DTYPES:
         for kind, make in KINDS.items():
             x, what = make(normal(24, 72, dtype)), f"{side}, {kind} in {dtype}"
             first = results(side, x, what)
             for name, tensor in results(side, x, what).items():
-                same(tensor, first[name], f"{what}: encoding the same matrix a second time, {name}")
+                same(tensor, first[name], f"{what}: {SECOND}, {name}")
     assert torch.equal(torch.get_rng_state(), generator), (
         f"{side}: encode draws from torch's generator; it must not: say stochastic = True and take the bits that "
         "encode_stochastic is given"
