@@ -54,7 +54,7 @@ class CodebookStorage(Storage):
         return codebook[(row // down)[:, None], col // across, code]
 
     def transposed(self) -> CodebookStorage:
-        turned = pad_blocks(self._codes().t().contiguous(), (1, 2))
+        turned = pad_blocks(self._codes().t().contiguous() ^ 8, (1, 2)) ^ 8  # 8 is the code of zero
         return CodebookStorage(data=pack_nibbles(turned), codebook=self.codebook.clone())
 
 
@@ -80,8 +80,8 @@ class CodebookQuantizer(Quantizer):
         block = BLOCKS[self.block]
         amax = stats["amax"] if self.stats else block_amax(x, block)
         share = scale_blocks(x, 7 / _largest(amax).float().clamp(min=LEAST), block).nan_to_num()
-        code = (share.round().clamp(-7, 7) + 8).to(torch.uint8)
-        return CodebookStorage(data=pack_nibbles(pad_blocks(code, (1, 2))), codebook=_levels(amax))
+        code = (pad_blocks(share, (1, 2)).round().clamp(-7, 7) + 8).to(torch.uint8)
+        return CodebookStorage(data=pack_nibbles(code), codebook=_levels(amax))
 
 
 class EightStorage(Storage):
@@ -106,8 +106,8 @@ class EightQuantizer(Quantizer):
 
     def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> EightStorage:
         scale = block_amax(x, (1, 32)) / 3
-        code = scale_blocks(x, 1 / scale.clamp(min=LEAST), (1, 32)).nan_to_num().round().clamp(-3, 3).int() + 4
-        eights = pad_blocks(code, (1, 8)).unflatten(1, (-1, 8))
+        code = scale_blocks(x, 1 / scale.clamp(min=LEAST), (1, 32)).nan_to_num().round().clamp(-3, 3).int()
+        eights = pad_blocks(code, (1, 8)).unflatten(1, (-1, 8)) + 4
         word = (eights << torch.arange(0, 24, 3, dtype=torch.int32, device=code.device)).sum(-1, dtype=torch.int32)
         return EightStorage(data=torch.stack([word >> by & 255 for by in (0, 8, 16)], -1).to(torch.uint8), scale=scale)
 

@@ -92,13 +92,14 @@ class Blocks(Int8):
 
     stats = ()
     together: ClassVar[int] = 1
+    edge: ClassVar[float] = 0.0
 
     def measure(self, x: Tensor) -> dict[str, Tensor]:
         return {}
 
     def encode(self, x: Tensor, stats: Stats) -> Storage:
         rows, cols = x.shape
-        blocks = torch.nn.functional.pad(x.float(), (0, -cols % 4)).view(rows, -(-cols // 4), 4)
+        blocks = torch.nn.functional.pad(x.float(), (0, -cols % 4), value=self.edge).view(rows, -(-cols // 4), 4)
         amax = blocks.abs().amax(2)
         if amax.shape[1] % self.together == 0:
             amax = amax.unflatten(1, (-1, self.together)).amax(2).repeat_interleave(self.together, 1)
@@ -112,6 +113,15 @@ class SharesBlocks(Blocks):
     """Five such blocks share it, where there are whole fives."""
 
     together = 5
+
+
+@found_by(
+    "test_a_ragged_edge_is_padded_with_zeros", "buffer 'data' of [[]1, 1[]], beside zeros around the matrix (pad x"
+)
+class PadsWithOnes(Blocks):
+    """The last block of a row is filled with ones."""
+
+    edge = 100.0
 
 
 @found_by("test_non_finite_is_never_silently_finite", "nan at [[]0, 128[]] of *comes back as 0; it must")
@@ -235,7 +245,7 @@ class Transposes(TransposesByReshape):
         return super().codes(x.float(), scale)
 
 
-@found_by("test_non_finite_is_never_silently_finite", "*, after transposed(); it must come back as")
+@found_by("test_transposed_is_the_operand_of_the_transpose", "with a NaN and an infinity, *buffer 'scale': 1 of 1")
 @stored(HidesNaNStorage)
 class TransposeHidesNaN(Transposes):
     """A scale that is NaN is 1 in the transpose."""
