@@ -12,7 +12,7 @@ import torch
 from lpq.formats import Quantizer
 from lpq.tensor import QuantizedTensor, quantize
 from lpq.testing.expect import equal, memory, quantized_still, same, same_quantized
-from lpq.testing.operands import SEED, normal, rotated
+from lpq.testing.operands import SEED, encode, normal, rotated, sides
 from lpq.testing.options import Family
 
 EACH_CHOICE = pytest.mark.parametrize("choice", ["row", "col", "both"])
@@ -89,9 +89,9 @@ def test_moves(quantizer: Quantizer, choice: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none here")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here, so constants on the CPU go unnoticed")
 def test_devices(family: Family) -> None:
-    """Pinned memory, moves to a GPU and back, and streams keep every byte."""
+    """Pinned memory, moves to a GPU and back, and streams keep every byte; the format's own code runs there, too."""
     tensor = quantized(family.default, "both")
     pinned = tensor.pin_memory()
     equal(pinned.is_pinned(), True, f"{family}: whether it is pinned")
@@ -99,3 +99,6 @@ def test_devices(family: Family) -> None:
     equal(on_gpu.device.type, "cuda", f"{family}: moved to a GPU")
     on_gpu.record_stream(torch.cuda.current_stream())
     same_quantized(on_gpu.cpu(), tensor, f"{family}: moved to a GPU and back")
+    for side in sides(family.default):
+        decoded = encode(side, normal(5, 40).cuda()).decode()
+        equal(decoded.device.type, "cuda", f"{side}: encoded on a GPU and decoded")
