@@ -112,3 +112,8 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     """The RMS of the difference over the RMS of the expected values; 0 where both are zero."""
     difference = (actual.double() - expected.double()).square().mean().sqrt()
     return float(difference / expected.double().square().mean().sqrt()) if difference != 0 else 0.0
+
+
+def gain(actual: Tensor, expected: Tensor) -> float:
+    """How long the actual values are along the expected ones, in lengths of these."""
+    return float((actual.double() * expected.double()).sum() / expected.double().square().sum())

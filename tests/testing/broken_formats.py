@@ -144,6 +144,41 @@ class LosesTheScale(Int8):
         return Int8Storage(data=made.data, scale=torch.full_like(made.scale, 1 / 32))
 
 
+class TimesStorage(Int8Storage):
+    times: ClassVar[float] = 2.0
+
+    def decode(self) -> Tensor:
+        return super().decode() * self.times
+
+
+class SlightlyMoreStorage(TimesStorage):
+    times = 1.03
+
+
+@found_by(BOUNDED, "decoded is 2.00 times x; multiply in decode by what encode divides by")
+@stored(TimesStorage)
+class Doubles(Int8):
+    """Decodes to twice the values."""
+
+
+@found_by("test_no_factor_is_left", "decoded normal values are 1.03* times as long along the values; with an error of")
+@stored(SlightlyMoreStorage)
+class Grows(Int8):
+    """Decodes to a little more than the values: less than its bits allow for an error."""
+
+
+@found_by(BOUNDED, "magnitudes come back and signs do not; keep the sign of each code")
+class DropsSigns(Int8):
+    def codes(self, x: Tensor, scale: Tensor) -> Tensor:
+        return super().codes(x.abs(), scale)
+
+
+@found_by("test_what_it_represents_stays", "moves it by *, 0.9* times itself; *: divide in encode by what decode mult")
+class DividesByMore(Int8):
+    def codes(self, x: Tensor, scale: Tensor) -> Tensor:
+        return super().codes(x, scale * 1.05)
+
+
 class TensorStorage(Storage):
     layout = (Buffer("data", torch.int8), Buffer("scale", torch.float32, block=(None, None)))
 

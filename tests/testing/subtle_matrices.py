@@ -14,6 +14,17 @@ BACK = "test_values_come_back"
 PARTS = "test_parts_are_encoded_as_in_the_whole"
 STRIDES = "test_strides_do_not_matter"
 
+# ---------------------------------------------------------------------------------------------- rounding
+
+
+@found_by("test_ties_go_either_way", "round to the nearest code, as torch.round does, and not down or up")
+class CutsOff(Int8):
+    """Rounds towards zero."""
+
+    def codes(self, x: Tensor, scale: Tensor) -> Tensor:
+        return (x / scale).trunc()
+
+
 # ---------------------------------------------------------------------------------------------- sizes
 
 

@@ -21,7 +21,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lpq.formats import Quantizer
-from lpq.testing.expect import relative_error
+from lpq.testing.expect import gain, relative_error
 from lpq.testing.operands import encode, few, normal, stored_bits
 from lpq.testing.options import only
 from lpq.testing.table import cases, tall
@@ -44,7 +44,7 @@ def allowance(side: Quantizer) -> str:
     return "its error_bound is" if own else f"{stored_bits(side):.2f} bits an element allow"
 
 
-@pytest.mark.parametrize("magnitude", [2.0**-30, 2.0**-10, 1.0, 2.0**10], ids=["tiny", "small", "one", "large"])
+@pytest.mark.parametrize("magnitude", [1.0, 2.0**-30, 2.0**-10, 2.0**10], ids=["one", "tiny", "small", "large"])
 def test_error_is_bounded(side: Quantizer, magnitude: float) -> None:
     """A round trip of normal values, at four magnitudes, is within the bound above."""
     x = normal(*SHAPE) * magnitude
@@ -52,7 +52,7 @@ def test_error_is_bounded(side: Quantizer, magnitude: float) -> None:
     error, allowed, bits = relative_error(decoded, x), bound(side), stored_bits(side)
     assert error <= allowed, (
         f"{side}: the relative RMS error of normal values is {error:.4f}; {allowance(side)} {allowed:.4f}: "
-        f"of {magnitude:.3g} times normal values more must be kept, or error_bound say why not"
+        f"{remedy(decoded, x, allowed, magnitude)}"
     )
     assert error >= 2**-bits or bits >= 16, (
         f"{side}: the relative RMS error of normal values is {error:.2e}, which {bits:.2f} bits an element "
@@ -63,6 +63,16 @@ def test_error_is_bounded(side: Quantizer, magnitude: float) -> None:
         f"{side}: {allowance(side)} {allowed:.4f}, which holds for values that were moved ({error_of_a_shift:.4f}): "
         "it would not see an error"
     )
+
+
+def remedy(decoded: torch.Tensor, x: torch.Tensor, allowed: float, magnitude: float) -> str:
+    """The remedy of an error, which may be one factor, or one of signs alone."""
+    factor = gain(decoded, x)
+    if factor != 0 and relative_error(decoded / factor, x) <= allowed:
+        return f"decoded is {factor:.2f} times x; multiply in decode by what encode divides by"
+    if relative_error(decoded.abs(), x.abs()) <= allowed:
+        return "magnitudes come back and signs do not; keep the sign of each code"
+    return f"of {magnitude:.3g} times normal values more must be kept, or error_bound say why not"
 
 
 def test_values_come_back(side: Quantizer) -> None:
@@ -117,18 +127,6 @@ def test_ragged_edges_do_no_harm(side: Quantizer, rows: int, cols: int, seed: in
     check_lines(side, f"a matrix {[rows, cols]} of values near ±1", decoded, x, min(2 * allowed, 0.9))
 
 
-@only(lambda side: not side.stochastic and side.rotation is None, "rounds to nearest in its own basis")
-def test_what_it_represents_stays(side: Quantizer) -> None:
-    """A decoded matrix is representable: encoding it again moves it by less than 1 % of the first error."""
-    x = normal(*SHAPE)
-    once = encode(side, x).decode().float()
-    twice = encode(side, once).decode().float()
-    first, second = relative_error(once, x), relative_error(twice, once)
-    assert second <= 0.01 * first + 1e-6, (
-        f"{side}: encoding a decoded matrix again moves it by {second:.2e}; the first error was {first:.2e}"
-    )
-
-
 @only(lambda side: side.rotation is None, "is stored in its own basis")
 def test_zeros_stay_zeros(side: Quantizer) -> None:
     """Also beside other values."""
@@ -151,22 +149,17 @@ PLACES = {
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=["nan", "inf", "-inf"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 def test_non_finite_is_never_silently_finite(side: Quantizer, value: float, dtype: torch.dtype) -> None:
-    """NaN and infinities come back as NaN or infinity, wherever they are; of a transposed operand, too."""
+    """NaN and infinities come back as NaN or infinity, wherever they are."""
     for (rows, cols), places in PLACES.items():
         for at in places:
             x = normal(rows, cols, dtype)
             x[at] = value
-            operand = encode(side, x)
-            decodings = {"": operand.decode()}
-            if side.transposable:
-                transpose = operand.map(torch.clone).transposed().bind(side, (cols, rows), dtype)
-                decodings[", after transposed()"] = transpose.decode().t()
-            for how, decoded in decodings.items():
-                assert not decoded[at].isfinite(), (
-                    f"{side}: {value} at {list(at)} of a matrix {[rows, cols]} in {dtype} comes back as "
-                    f"{decoded[at].item():g}{how}; it must come back as NaN or infinity, or a diverged training goes "
-                    "on unseen: let the scale be NaN where the amax is not finite"
-                )
+            decoded = encode(side, x).decode()
+            assert not decoded[at].isfinite(), (
+                f"{side}: {value} at {list(at)} of a matrix {[rows, cols]} in {dtype} comes back as "
+                f"{decoded[at].item():g}; it must come back as NaN or infinity, or a diverged training goes on "
+                "unseen: let the scale be NaN where the amax is not finite"
+            )
 
 
 LARGE = {"2^30": 2.0**30, "2^90": 2.0**90, "2^125": 2.0**125, "largest": torch.finfo(torch.bfloat16).max}
