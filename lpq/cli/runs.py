@@ -18,6 +18,6 @@ CURVES = "*-seed*.json"
 
 def checkpoint_in(path: Path) -> Path:
     """The checkpoints of the training by recipe if ``path`` is the directory of a run, and else ``path`` itself."""
-    if any(path.glob(CURVES)):
+    if any(path.glob(CURVES)) and all(one.suffix in (".json", ".md", ".svg") for one in path.iterdir()):
         raise LpqError(f"{path} is of lpq compare, which keeps no checkpoint: name the directory of a run of lpq train")
     return path / RECIPE if (path / CONFIG).is_file() else path

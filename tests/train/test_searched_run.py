@@ -80,10 +80,10 @@ def test_a_comparison_has_no_checkpoint(tmp_path: Path, lpq_command: Command) ->
     (tmp_path / "mxfp8-seed0.json").touch()
     for command in (("search", tmp_path, "--time", 1, "--gpu", "b200"), ("export", tmp_path, tmp_path / "exported")):
         ended = lpq_command(*command)
-        assert (ended.status, f"{tmp_path} is of lpq compare, which keeps no checkpoint: name" in ended.err) == (
-            1,
-            True,
-        )
+        assert ended.status == 1
+        assert f"{tmp_path} is of lpq compare, which keeps no checkpoint: name" in ended.err
+    (tmp_path / "step-3").mkdir()  # somebody's own curves, beside checkpoints
+    assert "lpq compare" not in lpq_command("export", tmp_path, tmp_path / "exported").err
 
 
 def test_a_policy_that_cannot_be_written_is_told_before_the_run_is_read(tmp_path: Path, lpq_command: Command) -> None:
