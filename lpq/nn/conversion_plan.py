@@ -66,8 +66,7 @@ def names_of(model: nn.Module) -> dict[str, list[str]]:
 
 def rule_names(model: nn.Module, within: str = "") -> dict[str, list[str]]:
     """All names by which rules know each module, by the first one. ``within``: the model's own name, if it has one."""
-    places = names_of(model).values()
-    every = ([plain_name(f"{within}.{alias}").strip(".") for alias in aliases] for aliases in places)
+    every = ([plain_name(f"{within}.{alias}").strip(".") for alias in aliases] for aliases in names_of(model).values())
     return {names[0]: names for names in every}
 
 

@@ -84,8 +84,7 @@ def promote(model: nn.Module, recipes: Mapping[StatefulLayer, Recipe], *, until:
         match = {layer: tuple(map(exactly, names.get(name, [name]))) for layer, name in own if layer in recipes}
         rules = [Rule(patterns, recipes[layer], until) for layer, patterns in match.items()]
         hidden = [r for r in conversion.policy.rules for one in rules if {*r.match} <= {*one.match} and one.outlasts(r)]
-        others = (rule for rule in conversion.policy.rules if rule not in hidden)
-        policy = replace(conversion.policy, rules=(*rules, *others))
+        policy = replace(conversion.policy, rules=(*rules, *(r for r in conversion.policy.rules if r not in hidden)))
         planned |= {layer: policy.schedule(name, conversion.steps) for layer, name in own}
         records[module] = replace(conversion, policy=policy)
     if lacking := [layer.title for layer in recipes if layer not in planned]:

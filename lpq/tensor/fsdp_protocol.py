@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lpq.tensor.inference import normal_tensors
-from lpq.torch_private.tensors import is_parameter
+from lpq.torch_private.tensors import PARAMETER, is_parameter
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,7 +57,7 @@ class Gathered:
 
     def given(self, attributes: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The attributes that others have set on it; or the ones of ``attributes`` that others may set."""
-        own = {"_is_param", *attribute_names(type(self)), *cast("Any", self).__tensor_flatten__()[0]}
+        own = {PARAMETER, *attribute_names(type(self)), *cast("Any", self).__tensor_flatten__()[0]}
         return {name: value for name, value in (attributes or vars(self)).items() if name not in own}
 
     @property

@@ -24,6 +24,8 @@ wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 """``__torch_function__`` of a subclass that leaves functions of torch as they are; operators still come to it."""
 
+PARAMETER = "_is_param"  # by which torch knows a tensor of a subclass as an nn.Parameter
+
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this rank holds: the very object, where ``DTensor.to_local`` makes a view."""
@@ -37,9 +39,9 @@ def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 def is_parameter(tensor: object) -> bool:
     """Whether a tensor of a subclass was made an ``nn.Parameter``, which then keeps its class."""
-    return bool(getattr(tensor, "_is_param", False))
+    return bool(getattr(tensor, PARAMETER, False))
 
 
 def mark_as_parameter(tensor: Tensor) -> None:
     """Have ``isinstance(tensor, nn.Parameter)`` be true of a tensor of a subclass."""
-    tensor._is_param = True
+    setattr(tensor, PARAMETER, True)

@@ -14,6 +14,7 @@ from lpq.torch_private import dispatch
 from lpq.torch_private.hooks import (
     OWN,
     global_hooks,
+    hang_again,
     has_hooks,
     hooks_before,
     hooks_behind,
@@ -123,3 +124,18 @@ def test_hooks_of_a_tensor() -> None:
     assert [bool(hooks) for hooks in hooks_of_tensor(tensor)] == [True, False]
     tensor.register_post_accumulate_grad_hook(lambda _: None)
     assert all(hooks_of_tensor(tensor))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_hooks_are_hung_again_on_what_was_swapped(again: bool) -> None:
+    """torch lists the hooks of a tensor whose content it has exchanged, and calls none until they are hung again."""
+    called: list[str] = []
+    weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    weight.register_hook(lambda _: called.append("hook"))
+    weight.register_post_accumulate_grad_hook(lambda _: called.append("post"))
+    torch.utils.swap_tensors(weight, other)
+    assert all(hooks_of_tensor(weight))
+    if again:
+        hang_again(weight)
+    weight.sum().backward()
+    assert called == (["hook", "post"] if again else [])

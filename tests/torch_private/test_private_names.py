@@ -97,6 +97,7 @@ def test_a_subclass_is_a_parameter_once_it_is_marked() -> None:
     assert not isinstance(made, nn.Parameter)
     tensors.mark_as_parameter(made)
     assert tensors.is_parameter(made)
+    assert tensors.PARAMETER in vars(nn.Parameter(made))
     assert isinstance(made, nn.Parameter)
 
 
