@@ -100,9 +100,9 @@ class Plan:
         fast = (recipe.fprop.fast_accumulate, recipe.dgrad.fast_accumulate, recipe.wgrad.fast_accumulate)
         tensors = (recipe.x, recipe.w, recipe.dy)
         stochastic = any(map(rounds_stochastically, tensors))
-        products = [*recipe.products.values()]  # and the kernels, for any hardware, that make operands of them exactly
+        products = [*recipe.products.values()]
         exact = {q: registry.kernels("exact_tile", (registry.format_of(type(q)).name,)) for p in products for q in p}
-        of = [product if any(exact[side] for side in product) else None for product in products]
+        of = [product if any(map(exact.get, product)) else None for product in products]  # by kernels of any hardware
         fast_sums = (fast[0] is not False, fast[1] is True, fast[2] is True)
         states, row, col = memories(recipe), recipe.x.side("row"), recipe.x.side("col")
         draws = rounds_stochastically(recipe.x)

@@ -130,8 +130,8 @@ class Schedule(Readable):
 
     def __str__(self) -> str:
         titles = [recipe.title if recipe else "left alone" for _, recipe in self.pieces]
-        of = {float: " until {} of the run", int: " until step {}", type(None): ""}
-        ends = [of[type(until)].format(until) for until, _ in self.pieces]
+        forms = {float: " until {} of the run", int: " until step {}", type(None): ""}  # no other type is taken
+        ends = [forms[type(until)].format(until) for until, _ in self.pieces]
         return ", then ".join(f"{title}{end}" for title, end in zip(titles, ends, strict=True))
 
 

@@ -59,7 +59,7 @@ def test_a_forward_that_was_replaced_on_the_object_is_left_alone() -> None:
 
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
 def test_a_forward_that_was_replaced_on_the_class_is_left_alone(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a wrapper, too, that has the name and the module of what it wraps."""
+    """Also a wrapper that has the name and the module of what it wraps."""
     forward = functools.wraps(kind.forward)(lambda self, x: 0 * x)
     with monkeypatch.context() as patch:
         patch.setattr(kind, "forward", forward)

@@ -1,4 +1,4 @@
-"""What others set on a weight that ``convert(…, weights=…)`` prepares: it stays where torch keeps it, or is refused."""
+"""A weight that ``convert(…, weights=…)`` prepares keeps what others set on it where torch keeps it, or is refused."""
 
 from __future__ import annotations
 
