@@ -83,8 +83,8 @@ class Course:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint, in place of the steps so far."""
         is_state = isinstance(state, Mapping) and state.keys() >= {"losses", "norms", "left"}
-        parts = (state["losses"], state["norms"]) if is_state else ()
-        if not is_state or not all(isinstance(part, list) and all(map(is_number, part)) for part in parts):
+        has_lists = is_state and all(isinstance(state[key], list | tuple) for key in ("losses", "norms"))
+        if not has_lists or not all(is_number(x) and math.isfinite(x) for x in (*state["losses"], *state["norms"])):
             raise NumericsError(f"Course: {brief(state)} is not what state_dict() of a course returns: load that")
         for steps, saved in ((self._losses, state["losses"]), (self._norms, state["norms"])):
             steps.clear()

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -28,8 +29,8 @@ def check_whole(owner: str, least: int, /, **given: object) -> None:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value is a number of Python's, which may be NaN."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether a value is a number of Python's or NumPy's, which may be NaN."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_number(owner: str, most: float, /, **given: object) -> None:

@@ -168,9 +168,9 @@ def owns(plugin: str, name: str, kind: Kind) -> bool:
 
 def resolve(string: str) -> Any:
     """Import what an import ``string``, ``"package.module:attribute"``, names."""
-    module, colon, attribute = string.partition(":")
+    module, colon, attribute = str(string).partition(":")  # a class that was given itself is refused in words, too
     if not (module and colon and attribute):
-        package, _, name = string.rpartition(".")
+        package, _, name = str(string).rpartition(".")
         right = "package.module:attribute" if colon or not (package and name) else f"{package}:{name}"
         raise ImportStringError(f"{string!r} is not an import string: write it as {right!r}")
     try:

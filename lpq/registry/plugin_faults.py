@@ -25,7 +25,10 @@ IN_WORDS = {
 
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls, include_extras=True)
+    """The types of the fields that lpq declares for a spec: a plugin's own subclass may declare others. None for other
+    classes."""
+    ours = next((c for c in cls.__mro__ if c.__module__.startswith("lpq.registry.")), None)
+    return get_type_hints(ours, include_extras=True) if ours is not None else {}
 
 
 def nested(value: object) -> Iterator[Any]:
@@ -42,7 +45,8 @@ def nested(value: object) -> Iterator[Any]:
 def title(spec: Any) -> str:
     """The kind and the name of a spec in messages: ``format acme``."""
     kind = type(spec).__name__.removesuffix("Spec").lower()
-    name = next(getattr(spec, field) for field in ("name", "impl", "title", "quantizer") if hasattr(spec, field))
+    fields_of = (field for field in ("name", "impl", "title", "quantizer") if hasattr(spec, field))
+    name = getattr(spec, next(fields_of, "name"), None)
     return f"{kind} {name}" if isinstance(name, str) else f"a {kind}"
 
 

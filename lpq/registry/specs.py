@@ -6,7 +6,7 @@ Listing formats must need neither torch nor a GPU, so nothing here refers to a t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -121,7 +121,7 @@ class RecipeSpec:
     """Its name: plugin ``acme`` may register ``acme``, ``acme-*`` and ``acme_*``."""
     summary: str
     """One line for ``lpq recipes``."""
-    recipe: str | Mapping[str, object]
+    recipe: Any
     """Anything that ``lpq.recipe`` takes: the grammar, or a mapping as a TOML file would give it."""
     aliases: tuple[str, ...] = ()
     """Its names in other libraries, in no namespace. Where nothing else has such a name, ``lpq.recipe`` takes this

@@ -71,7 +71,7 @@ def test_a_recipe_of_an_unknown_format_is_told_by_plugin_and_name(install: Insta
         ("fprop=mxfp8, dgrad=mxfp8", "nothing is said of wgrad"),
         ({"fprop": "mxfp8", "dgrad": "mxfp8", "wgard": "mxfp8"}, "unknown key 'wgard': did you mean 'wgrad'"),
         ("nvfp4(rht=true)", "dgrad cannot multiply its operands"), ("nvfp4(rth=true)", "did you mean 'rht'"),
-        ({"x": 8}, "not 8"),
+        (8, "not 8"), ({"x": 8}, "not 8"),
     ]
 )  # fmt: skip
 def test_whatever_is_wrong_with_a_plugins_recipe_is_told_by_plugin_and_name(

@@ -131,10 +131,6 @@ BROKEN = {
     "a version as a text": (
         formats(spec(more=", api_version='2'")), "format acme has api_version='2'", "write a whole number"
     ),
-    "a recipe of no kind": (
-        hook("register_recipes", "RecipeSpec(name='acme-fast', summary='', recipe=8)"),
-        "recipe acme-fast has recipe=8", "write a text or a mapping",
-    ),
     "a layout without a summary": (
         hook("register_layouts", "registry.LayoutSpec(name='acme', summary=None, layout='a:B')").replace(
             HEADER, f"{HEADER}from lpq import registry\n"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import types
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
+import lpq
 from lpq import registry
 from lpq.kernels import KernelError, choose
-from lpq.registry import FormatSpec, KernelSpec, hookimpl
+from lpq.registry import FormatSpec, KernelSpec, RecipeSpec, hookimpl
 from lpq.registry.errors import ImportStringError, PluginError
 
 CPU = torch.device("cpu")
@@ -243,3 +246,20 @@ def test_kernels_in_a_list_are_taken(register) -> None:
     plugin = types.SimpleNamespace(lpq_register_formats=hookimpl(lambda: spec))
     register(plugin, name="acme")
     assert registry.kernels("decode", ("acme",)) == (kernel,)
+
+
+@pytest.mark.parametrize("recipe", [lpq.recipe("mxfp8"), lpq.quantizer("mxfp8"), Path("careful.toml")], ids=str)
+def test_a_recipe_is_anything_that_lpq_takes_for_one(recipe, register, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "careful.toml").write_text("fprop = 'mxfp8'\ndgrad = 'mxfp8'\nwgrad = 'mxfp8'\n")
+
+    class Careful(RecipeSpec):
+        """A spec with something of its author's own."""
+
+        version: ClassVar[str] = "1"
+
+    spec = Careful(name="acme", summary="", recipe=recipe)
+    register(types.SimpleNamespace(lpq_register_recipes=hookimpl(lambda: spec)), name="acme")
+    assert lpq.recipe("acme").products == lpq.recipe("mxfp8").products
+    with pytest.raises(ImportStringError, match="is not an import string"):
+        registry.resolve(int)
