@@ -137,9 +137,7 @@ def prepared_parameter(tensor: Tensor, requires_grad: bool, attributes: Any = No
     """Make a parameter of this data that FSDP2 may gather quantized, with attributes that others have set on it."""
     if type(tensor) is not Tensor and not isinstance(tensor, WeightShard):  # a file may hold anything
         raise TypeError(f"a weight was saved as a {type(tensor).__name__}, which is no tensor: do not trust the file")
-    parameter = nn.Parameter(as_shard(tensor), requires_grad=requires_grad)
-    set_attributes(parameter, attributes)
-    return parameter
+    return cast(Tensor, set_attributes(nn.Parameter(as_shard(tensor), requires_grad=requires_grad), attributes))
 
 
 def as_shard(tensor: Tensor) -> Tensor:

@@ -217,7 +217,7 @@ def _kind_of(module: nn.Module) -> type[StatefulLayer] | None:
         return Linear
     if holds_transposed(module):
         return TransposedLayer
-    if holds_experts(module):
+    if holds_experts(module, replaced=True):
         return TransposedExperts if is_transposed(module) else FusedExperts
     return None
 
@@ -228,5 +228,5 @@ def _replaced_on(module: nn.Module) -> str | None:
         return "object"
     owner: Any = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
     maker = getattr(owner.forward, "__globals__", {}).get("__name__", "")
-    libraries = {owner.__module__.partition(".")[0], "torch", "transformers"}  # of decorators, too
-    return None if maker.partition(".")[0] in libraries else "class"
+    known = ("torch.", "transformers.")  # the author of another class may have decorated its forward
+    return "class" if owner.__module__.startswith(known) and not maker.startswith(known) else None

@@ -83,12 +83,12 @@ class TransposedExperts(FusedExperts):
     transposed = True
 
 
-def holds_experts(module: nn.Module) -> bool:
-    """Whether the module holds experts that ``adopt`` converts."""
+def holds_experts(module: nn.Module, replaced: bool = False) -> bool:
+    """Whether the module holds experts that ``adopt`` converts; ``replaced``: whatever forward its object has."""
     if isinstance(module, FusedExperts):
         return True
     fits = all(hasattr(module, name) for name in ATTRIBUTES) or _is_dense(type(module))
-    return fits and all(w.dim() == 3 for w in stacks(module).values())
+    return fits and (replaced or "forward" not in vars(module)) and all(w.dim() == 3 for w in stacks(module).values())
 
 
 def _is_dense(base: Any) -> bool:

@@ -31,13 +31,13 @@ from lpq.registry.showing import listed
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import Gathered, attribute_names
 from lpq.torch_private.hooks import hooks_of_tensor
-from lpq.torch_private.tensors import local_part
+from lpq.torch_private.tensors import PARAMETER, local_part
 
 if TYPE_CHECKING:
     from lpq.torch_private.fsdp import Site
 
 Weights = Literal["high_precision", "quantized"]
-TAKEN = (attribute_names(QuantizedTensor) | attribute_names(WeightShard)) - {"replaced_by"}
+TAKEN = (attribute_names(QuantizedTensor) | attribute_names(WeightShard)) - {"replaced_by", PARAMETER}
 """The attributes that a prepared weight has for lpq and torch."""
 
 
@@ -90,7 +90,7 @@ def check_weights(
         if stored is not None:
             _check_stored(name or type(module).__name__, stored, weight.shape, weights, ranks, schedule)
         elif weights is not None and "weight" in module._parameters and owners[id(weight)] < 2:  # others stay
-            if weights == "quantized" or type(weight.detach()) is Tensor:
+            if (weights == "quantized" and any(quantizers)) or type(weight.detach()) is Tensor:
                 check_replaced(name or type(module).__name__, weight)
             if weights == "quantized" and any(quantizers):
                 _check_storable(name or type(module).__name__, schedule)

@@ -75,7 +75,8 @@ _bind_few = bound_once(lambda spec, dispatched=False: bind(spec, dispatched=disp
 
 def bind_encoder(spec: EncoderSpec) -> Encoder:
     """``bind``, once for all stacks of one shape: steps of experts differ in their numbers of rows alone."""
-    return _bind_few(spec) if spec.sections is not None and spec.sections.stack else bind(spec)
+    assert spec.sections is not None
+    return _bind_few(spec) if spec.sections.stack else bind(spec)
 
 
 def _bind(spec: EncoderSpec, watched: bool, dispatched: bool) -> tuple[tuple[bool, bool], Encode]:

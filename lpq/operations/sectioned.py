@@ -140,7 +140,8 @@ def why_not(e: Encoding) -> str | None:
 
 def _tall(e: Encoding) -> int | None:
     """The rows of each matrix of a stack; None for groups."""
-    return e.shape[0] // e.sections.number if e.sections is not None and e.sections.stack else None
+    assert e.sections is not None
+    return e.shape[0] // e.sections.number if e.sections.stack else None
 
 
 @bound_once

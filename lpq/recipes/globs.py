@@ -26,7 +26,7 @@ def exactly(name: str) -> str:
 
 def numberless(name: str) -> str:
     """A pattern that matches this name, and names that differ from it in numbers between their dots."""
-    return ".".join("*" if part.isdecimal() else glob.escape(part) for part in name.split("."))
+    return ".".join("*" if part.isdecimal() else glob.escape(part) for part in name.split(".")) or "*"
 
 
 def matching(patterns: Iterable[str], names: Sequence[str]) -> dict[str, list[str]]:

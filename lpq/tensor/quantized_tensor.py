@@ -410,5 +410,4 @@ def rebuild(
     )  # fmt: skip
     if is_param:
         mark_as_parameter(tensor)
-    set_attributes(tensor, attributes)
-    return tensor
+    return cast("QuantizedTensor", set_attributes(tensor, attributes))

@@ -29,11 +29,12 @@ def check_flags(**flags: object) -> None:
             raise _damaged(f"its {name} is {brief(value)}")
 
 
-def set_attributes(parameter: Any, attributes: Any) -> None:
-    """Give a saved parameter the attributes that others had set on it."""
+def set_attributes(parameter: Any, attributes: Any) -> Any:
+    """Return a saved parameter with the attributes that others had set on it."""
     if not isinstance(attributes, Mapping | None):
         raise _damaged(f"its attributes are {brief(attributes)}")
-    vars(parameter).update(parameter.given(attributes))
+    vars(parameter).update(parameter.given(attributes) if attributes else {})
+    return parameter
 
 
 def operands_of(quantizer: Any, sides: Any, shape: Any, dtype: Any) -> dict[str, Storage]:

@@ -18,6 +18,7 @@ from torch.nn.utils import prune
 
 import lpq
 from lpq.distributed.shard import prepared_parameter
+from lpq.tensor import QuantizedTensor
 from lpq.tensor.rebuilt import DamagedTensor
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
@@ -183,3 +184,15 @@ def test_a_prepared_weight_stays_where_it_is_prepared_alike_again() -> None:
     assert lpq.convert(model, "nvfp4", weights="high_precision")[0].weight is was
     with pytest.raises(ValueError, match="loses hooks"):
         lpq.convert(model, "nvfp4", weights="quantized")
+
+
+def test_a_weight_of_another_subclass_is_stored() -> None:
+    """torch marks it as a parameter by an attribute, which is nobody's."""
+
+    class Named(torch.Tensor):
+        """A tensor of somebody's class."""
+
+    layer = nn.Linear(64, 64, bias=False)
+    layer.weight = nn.Parameter(torch.randn(64, 64).as_subclass(Named))
+    model = lpq.convert(nn.Sequential(layer), "mxfp8", weights="quantized")
+    assert isinstance(model[0].weight, QuantizedTensor)
