@@ -95,7 +95,7 @@ def memory(
 
 def unit_for(count: int) -> tuple[str, int]:
     """The name and the bytes of the unit for a number of bytes and smaller ones."""
-    power = min(int(math.log(count, 1024)), len(UNITS) - 1)
+    power = min(int(math.log(max(count, 1), 1024)), len(UNITS) - 1)
     return UNITS[power], 1024**power
 
 

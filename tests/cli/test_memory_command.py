@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lpq.cli.memory import unit_for
 from lpq.cli.shapes import SHAPES
 
 
@@ -58,3 +59,8 @@ def test_a_policy_is_no_recipe(tmp_path: Path, lpq: Callable) -> None:
     ended = lpq("memory", "tiny", "--recipe", str(tmp_path / "policy.toml"))
     assert ended.status == 2
     assert "is a policy and not a recipe, since this file has rules: give the recipe of one of its rules" in ended.err
+
+
+def test_the_unit_is_the_largest_that_fits_and_no_bytes_have_one() -> None:
+    units = {0: "bytes", 1: "bytes", 1023: "bytes", 1024: "KiB", 2**20: "MiB", 2**30 - 1: "MiB", 2**50: "GiB"}
+    assert {count: unit_for(count)[0] for count in units} == units
