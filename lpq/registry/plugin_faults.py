@@ -16,6 +16,7 @@ from lpq.registry.errors import near_names
 from lpq.registry.showing import brief
 
 ImportString: TypeAlias = Annotated[str, "an import string, as 'package.module:attribute'"]
+Positive: TypeAlias = Annotated[float, "a finite number above 0", lambda number: number > 0]
 IN_WORDS = {
     str: "a text", int: "a whole number", float: "a finite number", bool: "True or False", NoneType: "None",
     Mapping: "a mapping", Callable: "a function",
@@ -65,7 +66,7 @@ def fault(specs: tuple[Any, ...]) -> tuple[str, str] | None:
 def _fits(value: Any, hint: Any) -> bool:
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return _fits(value, inner[0])
+        return _fits(value, inner[0]) and all(holds(value) for holds in inner[2:])
     if origin in (Union, UnionType):
         return any(_fits(value, one) for one in inner)
     if origin is Literal:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from lpq.registry.operations import TABLE
-from lpq.registry.plugin_faults import ImportString
+from lpq.registry.plugin_faults import ImportString, Positive
 
 API_VERSION = 2
 """The version of the plugin interface. A plugin written for a later one is refused, in words."""
@@ -102,8 +102,8 @@ class FormatSpec:
     """Import string of the ``Quantizer`` class, one for each format."""
     storage: ImportString
     """Import string of the ``Storage`` class."""
-    effective_bits: float | None
-    """Bits that one element costs in memory, scales included, with the default options; None: it depends."""
+    effective_bits: Positive | None
+    """Bits that one element costs in memory, scales included, with the default options, above 0; None: it depends."""
     kernels: Sequence[KernelSpec] = ()
     """Faster implementations; the reference needs no line here."""
     schemes: ImportString | None = None

@@ -12,6 +12,7 @@ import pytest
 from lpq import registry
 from lpq.registry.errors import LpqError, PluginError, UnknownFormat
 
+BITS = "write a finite number above 0 or None"
 HEADER = "from lpq.registry import FormatSpec, KernelSpec, RecipeSpec, hookimpl\n"
 
 
@@ -113,15 +114,11 @@ BROKEN = {
         "(did you mean 'acme_plugin:lpq_register_kernels'?)",
     ),
     "no storage": (formats(spec().replace("'q:S'", "None")), "format acme has storage=None", "write an import string"),
-    "bits as a text": (
-        formats(spec().replace("=8", "='6.25'")), "acme has effective_bits='6.25'", "write a finite number or None"
-    ),
-    "bits that are no number": (
-        formats(spec().replace("=8", "=float('nan')")), "acme has effective_bits=nan", "write a finite number or None"
-    ),
-    "bits that are a truth": (
-        formats(spec().replace("=8", "=True")), "acme has effective_bits=True", "write a finite number or None"
-    ),
+    "bits as a text": (formats(spec().replace("=8", "='6.25'")), "acme has effective_bits='6.25'", BITS),
+    "bits that are no number": (formats(spec().replace("=8", "=float('nan')")), "acme has effective_bits=nan", BITS),
+    "no bits": (formats(spec().replace("=8", "=0")), "acme has effective_bits=0", BITS),
+    "fewer bits than none": (formats(spec().replace("=8", "=-4.5")), "acme has effective_bits=-4.5", BITS),
+    "bits that are a truth": (formats(spec().replace("=8", "=True")), "acme has effective_bits=True", BITS),
     "a summary that is no text": (
         formats(spec().replace("=''", "=3")), "format acme has summary=3", "write a text"
     ),
