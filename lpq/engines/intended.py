@@ -113,5 +113,5 @@ def _with_weight(recipe: Recipe, layer: Quantized) -> Recipe:
 
 def _patterns(names: Sequence[str], others: Iterable[str]) -> list[str]:
     """Patterns for these names and no others: without the numbers of blocks, if that is possible."""
-    short = [*dict.fromkeys(map(numberless, names))]
+    short = [*dict.fromkeys(numberless(exactly(name)) for name in names)]
     return [*map(exactly, names)] if any(matches(pattern, name) for pattern in short for name in others) else short

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from lpq.nn.names import first_few, plain_name
 from lpq.nn.reports import Report
 from lpq.recipes import Policy, Schedule
-from lpq.recipes.globs import matching, numberless
+from lpq.recipes.globs import exactly, matching, numberless
 from lpq.recipes.rules import LEAVE
 
 ROUTERS = ("gate", "router")
@@ -112,11 +111,10 @@ def _unmatched(report: Report, names: Mapping[str, Sequence[str]]) -> str:
 
 def nearest(pattern: str, names: Iterable[str]) -> str | None:
     """A pattern for the name whose text or ending is nearest, with ``*`` for numbers; None if none is near."""
-    numbered = re.compile(r"(?<![^.])\d+(?![^.])")
     ends: dict[str, str] = {}
-    for short, escaped in {numbered.sub("*", name): numberless(name) for name in names}.items():
+    for short, escaped in {numberless(name): numberless(exactly(name)) for name in names}.items():
         parts = short.split(".")
         for start in range(len(parts)):
             ends.setdefault(".".join(parts[start:]), escaped)
-    close = difflib.get_close_matches(numbered.sub("*", pattern), ends, n=1, cutoff=0.7)
+    close = difflib.get_close_matches(numberless(pattern), ends, n=1, cutoff=0.7)
     return ends[close[0]] if close else None

@@ -24,9 +24,9 @@ def exactly(name: str) -> str:
     return glob.escape(name) or "*"
 
 
-def numberless(name: str) -> str:
-    """A pattern that matches this name, and names that differ from it in numbers between their dots."""
-    return ".".join("*" if part.isdecimal() else glob.escape(part) for part in name.split(".")) or "*"
+def numberless(text: str) -> str:
+    """A name or a pattern with ``*`` in place of the numbers between its dots."""
+    return ".".join("*" if part.isdecimal() else part for part in text.split("."))
 
 
 def matching(patterns: Iterable[str], names: Sequence[str]) -> dict[str, list[str]]:
