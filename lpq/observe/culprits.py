@@ -24,7 +24,7 @@ from lpq.nn.stepping import promote
 from lpq.observe.course import Course
 from lpq.observe.gradient_error import GradientError, OverRanks, Parts
 from lpq.observe.readings import NumericsError, check_number, check_whole
-from lpq.observe.replay import Before, Closure, Replay, gradient_norm
+from lpq.observe.replay import Before, Closure, Replay, apart, gradient_norm
 from lpq.observe.sums import ITSELF
 from lpq.recipes import Gemm, Recipe, RecipeError
 from lpq.recipes.gemms import GEMMS, OPERANDS
@@ -148,7 +148,7 @@ def culprits(
     ranks = OverRanks(model)
     replay = Replay(model, closure, before)
     names = {id(m): plain_name(name) for name, m in model.named_modules()}
-    ours = [local_part(p.grad) for p in model.parameters() if p.requires_grad and p.grad is not None]
+    ours = [local_part(apart(p.grad)) for p in model.parameters() if p.requires_grad and p.grad is not None]
     if not replay.layers:
         raise NumericsError(f"{type(model).__name__} has no layer with a recipe of lpq: convert it first, lpq.convert")
     with replay.running():

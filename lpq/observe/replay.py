@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -36,6 +36,27 @@ def gradient_norm(model: nn.Module) -> Tensor:
     norms = [nn.utils.get_total_norm(gradients) for gradients in by_mesh.values()]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     return norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
+
+
+def apart(gradient: Tensor) -> Tensor:
+    """The gradient, copied where it lies in memory that every backward writes to, as in the buckets of a
+    ``DistributedDataParallel``."""
+    return gradient.clone() if gradient._is_view() else gradient
+
+
+@contextmanager
+def kept_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Begin inside without gradients; put those that parameters have now back behind it."""
+    kept = [(p, p.grad, p.grad if p.grad is None else apart(p.grad)) for p in parameters]
+    try:
+        for parameter, *_ in kept:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient, values in kept:
+            if gradient is not None and values is not None and values is not gradient:
+                gradient.copy_(values)
+            parameter.grad = gradient
 
 
 class Bits(NamedTuple):
@@ -110,14 +131,13 @@ class Replay:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Have runs inside; put all back behind them."""
-        gradients, now = [p.grad for p in self._parameters], Before(self._model)
-        try:
-            yield
-        finally:
-            give_recipes(self.layers)
-            now.restore()
-            for parameter, gradient in zip(self._parameters, gradients, strict=True):
-                parameter.grad = gradient
+        now = Before(self._model)
+        with kept_gradients(self._parameters):
+            try:
+                yield
+            finally:
+                give_recipes(self.layers)
+                now.restore()
 
     def run(self, recipes: Mapping[StatefulLayer, Recipe]) -> tuple[float, list[Tensor]]:
         """Run the step with these recipes for these layers; return the loss and this rank's parts of the gradients.

@@ -8,7 +8,7 @@ from torch import nn
 
 from lpq.observe.course import Course
 from lpq.observe.culprits import Culprits, culprits
-from lpq.observe.replay import Before, Closure
+from lpq.observe.replay import Before, Closure, kept_gradients
 
 ONCE = "Steps that stay off the course are not replayed again"
 
@@ -35,13 +35,8 @@ class Trigger:
         if why is None:
             return None
         own = self.course if self.course.why(loss, norm) is not None else None  # None: a condition of a subclass
-        gradients = [(p, p.grad) for p in model.parameters()]
-        model.zero_grad()  # of clipped gradients no replay has the like
-        try:
+        with kept_gradients(model.parameters()):  # of clipped gradients no replay has the like
             result = self.found[step + 1] = culprits(model, closure, before=before, course=own, **self.options)
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
         words = f"step {step + 1}: {why}\n{result}\n{ONCE}"
         if self.promote and result.found:
             until = step + 1 + self.promote

@@ -112,6 +112,24 @@ def test_the_callback_has_the_norm_of_all_ranks_before_clipping(rank: int, way: 
 
 
 @on_ranks(2)
+def test_gradients_in_buckets_of_replicas_are_as_before(rank: int) -> None:
+    """Every backward writes to the memory in which they lie, also the replay's."""
+    net = planted("nvfp4")
+    run: Any = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
+    for _ in range(2):  # the first backward orders the buckets anew
+        net.zero_grad()
+        before = lpq.observe.Before(run)
+        closure = closure_of(run, rank)
+        closure()
+    gradients = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    assert lpq.observe.culprits(run, closure, before=before, most=1).replays
+    now = [p.grad for p in net.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(now, gradients, strict=True))
+    now[0].mul_(2)
+    assert lpq.observe.culprits(run, closure, before=before, most=1).replays is False
+
+
+@on_ranks(2)
 def test_a_norm_is_of_gradients_that_are_sharded_and_that_are_not(rank: int) -> None:
     net = planted("mxfp8")
     fully_shard(net[0])
