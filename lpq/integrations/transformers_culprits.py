@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from lpq.observe.replay import gradient_norm
 from lpq.observe.trigger import Trigger
 from lpq.registry.warning import warn
 from lpq.torch_private.autograd import at_the_end_of_backward
+from lpq.torch_private.distributed import active_replica
 
 NAME = "CulpritsCallback"
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 class _Pass(NamedTuple):
     """A forward and backward of the step."""
 
+    run: nn.Module
+    """The module that was called: the model, or what adds up its gradients over replicas."""
     args: tuple[Any, ...]
     by_name: dict[str, Any]
     loss: Tensor
@@ -50,7 +54,7 @@ class _Culprits:
         """The former is the checkpoint's where the Trainer makes the callback anew."""
         self._trigger = Trigger(course, promote, most=most, least=least, replays=replays)
         self.found: dict[int, Culprits] = self._trigger.found
-        self._inputs: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
+        self._called: tuple[Any, tuple[Any, ...], dict[str, Any]] = None, (), {}
         self._passes: list[_Pass] = []
         self._norm: Tensor | None = None
         self._before: Before | None = None
@@ -104,26 +108,28 @@ class _Culprits:
 
         def closure() -> Tensor:
             losses = []
-            for one in passes:
-                loss = _loss(model(*one.args, **one.by_name))
-                loss.backward(one.share / scale)
+            for number, one in enumerate(passes, 1):
+                alone = getattr(one.run, "no_sync", nullcontext) if number < len(passes) else nullcontext
+                with alone():
+                    loss = _loss(one.run(*one.args, **one.by_name))
+                    loss.backward(one.share / scale)
                 losses.append(loss.detach() * one.share / scale)
             return torch.stack(losses).sum()
 
         loss = torch.stack([one.loss * one.share / scale for one in passes]).sum()
         norm = self._norm / scale
-        if words := self._trigger.look(model, state.global_step, _mean(loss), _mean(norm), closure, before):
+        if words := self._trigger.look(passes[0].run, state.global_step, _mean(loss), _mean(norm), closure, before):
             warn(words)
 
     def _note(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._before is not None and model.training:
-            self._inputs = args, dict(kwargs)
+            self._called = active_replica() or model, args, dict(kwargs)
 
     def _take(self, model: nn.Module, args: Any, output: Any) -> None:
         """Have the backward of this loss note the pass and, when it ends, the norm of what was added up so far."""
         if self._before is None or not model.training:
             return
-        loss, inputs = _loss(output), self._inputs
+        loss, called = _loss(output), self._called
         if not (isinstance(loss, Tensor) and loss.requires_grad):
             return
         value = loss.detach()
@@ -132,7 +138,7 @@ class _Culprits:
             self._norm = gradient_norm(model)
 
         def note(share: Tensor) -> None:
-            self._passes.append(_Pass(*inputs, value, share.detach()))
+            self._passes.append(_Pass(*called, value, share.detach()))
             # Behind what FSDP2 and DistributedDataParallel do when it ends, which they ask for later in this backward.
             at_the_end_of_backward(lambda: at_the_end_of_backward(measure))
 

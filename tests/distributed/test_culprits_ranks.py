@@ -3,7 +3,9 @@ such a model."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,6 +111,50 @@ def test_the_callback_has_the_norm_of_all_ranks_before_clipping(rank: int, way: 
         assert seen[-1][3] == float(whole) > 1e-3
         net.zero_grad()
     assert {*of_all(str([one[2:4] for one in seen]))} == {str([one[2:4] for one in seen])}
+
+
+class OffInSecond(lpq.observe.Course):
+    """A course that the second step leaves."""
+
+    def off(self, loss: float, norm: float | None = None) -> str | None:
+        return super().off(loss, norm) or ("planted" if len(self._losses) == 2 else None)
+
+
+@on_ranks(2)
+def test_the_callback_replays_the_batches_of_all_replicas(rank: int) -> None:
+    """Each rank by itself finds the layer that gets outliers from its own batches alone."""
+    torch.manual_seed(0)
+    net = WithLoss()
+    net.net = lpq.convert(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), "nvfp4")
+    run: Any = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
+
+    def plant(layer: nn.Module, args: tuple[Tensor]) -> Tensor:
+        return args[0] * torch.where(torch.arange(64) % 16 == 0, 1e3, 1.0)
+
+    net.net[rank].register_forward_pre_hook(plant)
+    callback = _Culprits(course=OffInSecond(), promote=2, most=1, least=0.0)
+    state = SimpleNamespace(global_step=0, stateful_callbacks={})
+    callback.on_train_begin(None, state, None, net)
+    for state.global_step in range(3):
+        lpq.set_step(run, state.global_step)
+        callback.on_step_begin(None, state, None, net)
+        for part in range(2):
+            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(2 * part + rank))
+            with run.no_sync() if part == 0 else nullcontext():
+                (run(x)[0] / 2).backward()
+        gradients = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of the culprits
+            callback.on_pre_optimizer_step(None, state, None, net)
+        now = [p.grad for p in net.parameters() if p.grad is not None]
+        assert all(torch.equal(a, b) for a, b in zip(now, gradients, strict=True))
+        net.zero_grad()
+    (found,) = callback.found.values()
+    assert len(found.found) == 1
+    assert {*of_all(str(found))} == {str(found)}
+    promoted = [layer.recipe == lpq.recipe("bf16") for layer in net.net]
+    assert sum(promoted) == 1
+    assert {*of_all(str(promoted))} == {str(promoted)}
 
 
 @on_ranks(2)
