@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lpq.checkpoint.description import check_fields
 from lpq.checkpoint.errors import CheckpointError, expect
-from lpq.checkpoint.tensors import described, plain_like, stored_like
+from lpq.checkpoint.tensors import described, is_sharded, plain_like, stored_like
 from lpq.files.safetensors import TensorKind
 from lpq.optim.masters import MASTER, MasterWeights
 from lpq.optim.states import QuantizedStates
@@ -284,11 +284,8 @@ class Loaded:
         starting = {id(weight) for weight in self.starting}  # moments of a master that starts here are made fp32
         for number, values in self.state.items():
             param = self.params[number]
-            state = (
-                {}
-                if id(param) in starting
-                else wrapped.state.get(whole.updated(param) if whole is not None else param, {})
-            )
+            updated = param if whole is None else whole.updated(param)
+            state = {} if id(param) in starting else wrapped.state.get(updated, {})
             cast = [name for name, value in values.items() if name in state and _dtypes(state[name]) != _dtypes(value)]
             state.update({name: values[name] for name in cast})  # to the dtype of the parameter, by load_state_dict
 
@@ -332,7 +329,7 @@ def _existing_or_new(saved: SavedTensors, param: Tensor | None, name: str, exist
         raise CheckpointError(f"it lacks {name}, a tensor of the optimizer's state")
     if param is not None and shape == param.shape:
         return plain_like(name, param, dtype)
-    if param is not None and math.prod(shape) > 1 and _sharded(param):
+    if param is not None and math.prod(shape) > 1 and is_sharded(param):
         raise CheckpointError(
             f"{name} of shape {list(shape)} belongs to a sharded parameter of shape {list(param.shape)}, and only "
             "the optimizer knows how it is sharded itself: take one step, then load"
@@ -342,14 +339,10 @@ def _existing_or_new(saved: SavedTensors, param: Tensor | None, name: str, exist
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _sharded(param: Tensor) -> bool:
-    return isinstance(param, DTensor) and not all(isinstance(p, Replicate) for p in param.placements)
-
-
 def _check_sharded(param: Tensor, tensors: Mapping[str, Tensor]) -> None:
     """Refuse an ordinary tensor of the size of this rank's shard: its place in the whole is not known."""
     local = local_part(param).shape
-    if not _sharded(param) or local == param.shape:
+    if not is_sharded(param) or local == param.shape:
         return
     for name, tensor in tensors.items():
         if not isinstance(tensor, DTensor) and tensor.dim() and tensor.shape == local:

@@ -1,8 +1,9 @@
 """The parts of a tensor in a checkpoint: plain tensors only, each with its own placement.
 
 A quantized tensor is its buffers. Where a weight is sharded by rows, row buffers are sharded along their rows, column
-buffers along their columns, and a buffer whose elements span the sharded dimension is the same on every rank. The parts
-share their memory with the model, so that loading into them is loading in place.
+buffers along their columns, and a buffer whose elements span the sharded dimension is the same on every rank. Row
+buffers of several matrices have them along a dimension of their own, as ranks may hold unequal numbers. The parts share
+their memory with the model, so that loading into them is loading in place.
 """
 
 from __future__ import annotations
@@ -40,25 +41,31 @@ def here(name: str, tensor: Tensor) -> Tensor:
     return local
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether ranks hold parts of a tensor."""
+    return isinstance(tensor, DTensor) and not all(isinstance(p, Replicate) for p in tensor.placements)
+
+
 def parts(name: str, tensor: Tensor) -> dict[str, Tensor]:
     """The tensors that represent a tensor in a checkpoint, by name; each is plain or a DTensor over a plain one."""
     local = here(name, tensor)
     if not isinstance(local, QuantizedTensor):
-        ordinary = plain(local.detach())
-        if not isinstance(tensor, DTensor) or all(isinstance(p, Replicate) for p in tensor.placements):
-            return {name: ordinary}  # what all ranks hold is an ordinary tensor for DCP, which saves it once
-        return {name: _placed_like(tensor, ordinary)}
+        ordinary = plain(local.detach())  # for DCP all ranks hold the same in it, of which it saves one
+        return {name: _placed_like(tensor, ordinary) if is_sharded(tensor) else ordinary}
     tensors = {}
     count = tensor.shape[:1] if local.is_stack else ()
     matrix = (math.prod(tensor.shape[len(count) : -1]), tensor.shape[-1])
     for direction, storage in local.operands:
         for buffer, value in zip(storage.quantizer.layout, storage.tensors(), strict=True):
-            part = f"{name}.{direction}.{buffer.name}"
-            of = (name, tensor, direction, buffer, bool(count))
+            part, shape = f"{name}.{direction}.{buffer.name}", (*count, *buffer.grid(*along(direction, matrix)))
+            own, first = value.detach(), bool(count)
+            high = buffer.unit(0) if direction == "row" and tensor.dim() > 2 and not first else None
+            if high is not None and math.prod(tensor.shape[1:-1]) % high == 0 and tensor.shape[0]:
+                first, shape = True, (tensor.shape[0], shape[0] // tensor.shape[0], *shape[1:])
+                own = own.view(local.shape[0], shape[1], *own.shape[1:])
+            of = (name, tensor, direction, buffer, first, local.is_stack)
             placements = tuple(_placement(p, *of) for p in tensor.placements) if isinstance(tensor, DTensor) else ()
-            tensors[part] = _placed(
-                part, value.detach(), tensor, (*count, *buffer.grid(*along(direction, matrix))), placements
-            )
+            tensors[part] = _placed(part, own, tensor, shape, placements)
     return tensors
 
 
@@ -164,12 +171,12 @@ def _fits(tensor: DTensor, quantizer: Quantizer, stack: bool) -> bool:
 
 
 def _placement(
-    placement: Placement, name: str, tensor: Tensor, direction: Direction, buffer: Buffer, stack: bool
+    placement: Placement, name: str, tensor: Tensor, direction: Direction, buffer: Buffer, first: bool, stack: bool
 ) -> Placement:
     """The placement of a buffer, by the placement of its quantized tensor along the same dimension of a mesh."""
     if isinstance(placement, Replicate):
         return placement
-    if stack and type(placement) is Shard and placement.dim == 0:
+    if first and type(placement) is Shard and placement.dim == 0:
         return placement  # whole matrices
     if stack or type(placement) is not Shard or placement.dim not in (0, tensor.dim() - 1):
         raise CheckpointError(
@@ -178,7 +185,7 @@ def _placement(
         )
     dim = 1 if placement.dim == tensor.dim() - 1 else 0
     dim = dim if direction == "row" else 1 - dim
-    return Replicate() if buffer.unit(dim) is None else Shard(dim)
+    return Replicate() if buffer.unit(dim) is None else Shard(dim + first)
 
 
 def _placed(
