@@ -170,6 +170,8 @@ class QuantizedStates(Wrapper):
         if tiles is not None and all(tensor.is_contiguous() for tensor in (weight, *m.buffers, *root.buffers)):
             adamw.step_kernel(weight, gradient, m, root, numbers, tiles)
         else:
+            attach(state[first.key])  # states that were loaded or copied do not know the other shards yet
+            attach(state[second.key])
             before = m.dequantize(torch.float32), root.dequantize(torch.float32)
             stepped, *after = adamw.step_reference(weight, gradient, *before, numbers)
             write([m, root], [as_matrix(after[0]), _raised(as_matrix(after[1]), second, root)])

@@ -186,7 +186,7 @@ def _on_two_again(rank: int, path: Path, case: str, stored: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:masters begin with")
-@pytest.mark.parametrize(("case", "stored"), [("blocks", False), ("blocks", True)])
+@pytest.mark.parametrize(("case", "stored"), [("blocks", False), ("blocks", True), ("of the whole", False)])
 def test_saved_on_two_ranks_and_loaded_on_one_and_back(tmp_path: Path, case: str, stored: bool) -> None:
     spawn(_on_two, 2, tmp_path, case, stored)
     net = _model(128, stored)
