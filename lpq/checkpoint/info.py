@@ -79,17 +79,17 @@ class Info(Readable):
         return conversion.get("steps")
 
 
-def info(path: str | Path, *, process_group: dist.ProcessGroup | None = None) -> Info:
+def info(path: str | Path, *, process_group: dist.ProcessGroup | None = None, thorough: bool = False) -> Info:
     """Describe a checkpoint.
-
-    The tensors are not read; ``load`` checks their digests, this only the sizes of their files.
 
     Args:
         path: A checkpoint, or the directory of a run, of which the last one written that is whole is described.
         process_group: The ranks that read together; None: each reads for itself.
+        thorough: Compare the digests of all files, as ``load`` does, and not only the sizes of those with tensors: so
+            both take the same checkpoint of a run.
     """
     ranks = ranks_of(process_group, False, "reads")
-    checkpoint = find(ranks.each(lambda: place(path)), ranks, thorough=False)
+    checkpoint = find(ranks.each(lambda: place(path)), ranks, thorough=thorough)
     return ranks.each(lambda: read(checkpoint)[0])
 
 

@@ -255,7 +255,9 @@ class Trainer:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", checkpoint.CheckpointWarning)  # ``say`` gets them below
-                beside = checkpoint.info(directory, process_group=dist.group.WORLD).extra
+                # Rules and the course have to be of the checkpoint that is loaded.
+                exact = self.trigger is not None
+                beside = checkpoint.info(directory, process_group=dist.group.WORLD, thorough=exact).extra
                 self._check(beside)
                 self._promote_again(beside)
                 info = checkpoint.load(self.model, directory, self.optimizer)

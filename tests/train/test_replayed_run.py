@@ -87,6 +87,35 @@ def test_culprits_are_promoted_and_a_resumed_run_goes_on_with_the_rule(
     assert lpq.checkpoint.info(resumed.directory / "recipe").policy == policy
 
 
+@pytest.mark.usefixtures("planted")
+def test_a_run_goes_on_from_the_checkpoint_before_a_promotion_where_the_next_is_damaged(
+    tiny: MakeConfig, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of tensors keeps its size; rules and the course are those of the checkpoint that is loaded."""
+    options = {"recipe": "nvfp4", "baseline": False, "promote": 2, "checkpoint_every": 1}
+    cut, courses = tiny("cut", **options), list[Any]()
+
+    def stopping(self: Trainer) -> Any:
+        courses.append(self.trigger and self.trigger.course.state_dict())
+        if self.step == 3:
+            raise KeyboardInterrupt
+        return advance(self)
+
+    advance = Trainer.advance
+    monkeypatch.setattr(Trainer, "advance", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        run(cut, console)
+    newest = Path(str(cut.out)) / "recipe" / "step-00000003"
+    assert len((lpq.checkpoint.info(newest).policy or lpq.policy("mxfp8")).rules) > 1
+    largest = max(newest.iterdir(), key=lambda path: path.stat().st_size)
+    largest.write_bytes(b"damage" + largest.read_bytes()[6:])
+    before = [*courses]
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny("cut", **options, resume=True), console)
+    assert "resumed after step 2" in shown(console)
+    assert courses[len(before)] == before[2]
+
+
 def test_a_jump_that_bf16_has_as_well_promotes_nothing_and_is_recorded(
     tiny: MakeConfig, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
