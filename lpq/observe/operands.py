@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
+from itertools import compress, islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lpq.formats.format import Direction, Quantizer, Storage
-from lpq.formats.layout import Stat
+from lpq.formats.layout import Stat, bytes_of
 from lpq.formats.rotation import TURN
 from lpq.operations.cut import why_cut
 from lpq.operations.decoding import decode
@@ -83,6 +83,8 @@ class EncodedRows(NamedTuple):
     stats: Mapping[str, Tensor] | None
     nearest: Callable[[], Tensor] | None = None
     """Makes the values that it would have if elements were rounded to the nearest; None where they are."""
+    has_same_scales: Tensor | None = None
+    """Whether it has the same scales for twice the matrix; None where the format declares that."""
 
     def as_column(self) -> EncodedRows:
         """Return the column operand that has the values of this row operand, whose sums are its sums, too."""
@@ -220,7 +222,18 @@ def _of_side(side: Side, matrix: Tensor, rest: Iterator[Tensor]) -> EncodedRows:
     twice = storage()
     stats = {stat.name: next(rest) for stat in quantizer.stats}
     nearest = partial(_nearest, side, matrix, x, stats) if quantizer.stochastic else None
-    return EncodedRows(side.direction, quantizer, x, decode_rotated(once), decode_rotated(twice), stats, nearest)
+    same, decoded, doubled = _has_same_scales(once, twice), decode_rotated(once), decode_rotated(twice)
+    return EncodedRows(side.direction, quantizer, x, decoded, doubled, stats, nearest, same)
+
+
+def _has_same_scales(one: Storage, other: Storage) -> Tensor | None:
+    """Whether two operands are equal in all buffers that cover more elements than codes do. Buffers that are declared
+    to follow from statistics are: they are made of the same ones."""
+    areas = [math.prod(math.inf if n is None else n for n in buffer.block) for buffer in one.quantizer.layout]
+    undeclared = [not b.from_stats and area > min(areas) for b, area in zip(one.quantizer.layout, areas, strict=True)]
+    pairs = [(getattr(one, b.name), getattr(other, b.name)) for b in compress(one.quantizer.layout, undeclared)]
+    equal = [(bytes_of(a) == bytes_of(b)).all() for a, b in pairs]
+    return torch.stack(equal).all() if equal else None
 
 
 def _nearest(side: Side, matrix: Tensor, x: Tensor, stats: Mapping[str, Tensor]) -> Tensor:

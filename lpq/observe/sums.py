@@ -54,6 +54,8 @@ def sums_of(operand: EncodedRows, elements: int, unit: Tensor) -> Tensor:
     norms = torch.linalg.vector_norm(torch.linalg.vector_norm(values[1:], 2, 2), 2, 1, dtype=torch.float64)
     if doubled is None:
         counts[:1].fill_(math.nan)  # to assign a number copies it from the host
+    elif operand.has_same_scales is not None:
+        counts[:1].masked_fill_(~operand.has_same_scales, math.nan)
     # In one kernel: a list that is copied to a GPU waits for it.
     sizes = torch.linspace(x.numel(), elements, 2, dtype=torch.float64, device=x.device)
     return torch.cat([sizes, counts, *_with_error_of_scales(operand, norms.mul_(unit).square_())])
@@ -98,7 +100,8 @@ class Reading:
     flushed: float | None = None
     """The fraction of the elements other than 0 that become 0."""
     saturated: float | None = None
-    """The fraction of the elements that are larger than the largest value that their scale lets the format have."""
+    """The fraction of the elements that are larger than the largest value that their scale lets the format have. None
+    where twice the tensor would have other scales, as they follow from elements and not from statistics alone."""
     error_scale: float | None = None
     """The part of the error's energy that comes from rounding scales. It is below 0 where they happen to fit better
     than if they were not rounded, or were searched for. The three parts add up to 1."""

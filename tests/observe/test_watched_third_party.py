@@ -104,3 +104,57 @@ def test_no_other_quantizer_is_taken_for_the_one_that_runs() -> None:
                 assert abs(one.error_scale or 0) > 0.01
     finally:
         registry.refresh()
+
+
+class CutStorage(Storage):
+    layout = (Buffer("data", torch.int8), Buffer("step", torch.float32, block=(1, None)))
+
+    def decode(self) -> Tensor:
+        return self.data.float() * self.step
+
+
+@dataclass(frozen=True)
+class CutQuantizer(Quantizer):
+    """A third party's format that cuts what is far out in its row, by a statistic or by the elements themselves."""
+
+    measured: bool = False
+
+    @property
+    def stats(self) -> tuple[Stat, ...]:
+        return (Stat("mean", block=(1, None)),) if self.measured else ()
+
+    def measure(self, x: Tensor) -> dict[str, Tensor]:
+        return {"mean": x.float().abs().mean(1, keepdim=True)} if self.measured else {}
+
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        step = (stats["mean"] if self.measured else x.float().abs().mean(1, keepdim=True)) / 3
+        return CutStorage(data=(x.float() / step).round().clamp(-7, 7).to(torch.int8), step=step)
+
+
+def test_what_is_cut_is_not_known_where_scales_follow_from_the_elements() -> None:
+    """Twice the matrix has other scales then, and shows none that is cut."""
+    registry.register(FormatPlugin("cut", CutQuantizer, CutStorage), name="cut")
+    try:
+        x = batch(32)
+        for measured in (True, False):
+            net = lpq.convert(nn.Sequential(nn.Linear(64, 32)), f"cut(measured={measured})".lower())
+            watch = lpq.observe.numerics(net, every=1)
+            with watch.step():
+                net(x).sum().backward()
+            step = x.abs().mean(1, keepdim=True) / 3
+            expected = pytest.approx(float((x.abs() > 7 * step).float().mean())) if measured else None
+            assert by_operand(watch.readings())["0.x.row"].saturated == expected
+            assert not measured or expected != pytest.approx(0)
+    finally:
+        registry.refresh()
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-four-over-six", "nvfp4-eden"])
+def test_what_is_cut_is_not_known_where_scales_are_searched_or_corrected(recipe: str) -> None:
+    net = lpq.convert(nn.Sequential(nn.Linear(128, 64)), recipe)
+    watch = lpq.observe.numerics(net, every=1)
+    with watch.step():
+        net(torch.randn(64, 128)).square().sum().backward()
+    one = by_operand(watch.readings())["0.x.row"]
+    assert one.saturated is None
+    assert one.flushed is not None
