@@ -14,7 +14,7 @@ from lpq.registry.showing import printable
 WORST = 20
 """How many lines the table on top has."""
 POINTS = 150
-"""The most points of a line: of more steps, some are left out."""
+"""About the most points of a line: of more steps, some are left out."""
 WIDTH, HEIGHT, LEFT, BOTTOM = 320, 96, 34, 14
 LINES = {"x": "#2f7ed8", "w": "#2a9d5c", "dy": "#d9822b", "dw": "#9b59b6"}
 STYLE = """
@@ -111,6 +111,15 @@ def _range(chart: Chart, readings: Iterable[Reading]) -> tuple[float, float]:
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
+def _outermost(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The points, or where they are many the lowest and the highest of each few: so no outlier is left out."""
+    few = -(-2 * len(points) // POINTS)
+    if few <= 2:
+        return [*points]
+    groups = [points[i : i + few] for i in range(0, len(points), few)]
+    return [point for own in groups for point in sorted({f(own, key=lambda one: one[1]) for f in (min, max)})]
+
+
 def _chart(chart: Chart, readings: Sequence[Reading], span: tuple[float, float], steps: tuple[int, int]) -> str:
     """A chart of the operands of one layer."""
     (low, high), (first, last) = span, steps
@@ -120,15 +129,17 @@ def _chart(chart: Chart, readings: Sequence[Reading], span: tuple[float, float],
         x = LEFT + across * (0.5 if last == first else (step - first) / (last - first))
         return f"{x:.1f},{14 + down * (1 - (value - low) / (high - low)):.1f}"
 
-    lines: dict[str, list[tuple[int, float]]] = {}
+    lines: dict[str, list[list[tuple[int, float]]]] = {}
     for one in readings:
+        pieces = lines.setdefault(one.operand, [[]])
         if (value := _value(chart, one)) is not None:
-            lines.setdefault(one.operand, []).append((one.step, value))
+            pieces[-1].append((one.step, value))
+        elif pieces[-1]:
+            pieces.append([])  # no line leads over a number that is not known
     drawn = []
-    for name, points in lines.items():
+    for name, points in ((name, piece) for name, pieces in lines.items() for piece in pieces if piece):
         tensor, _, direction = name.partition(".")
-        every = -(-len(points) // POINTS)
-        places = [at(*point) for point in points[::every]]
+        places = [at(*point) for point in _outermost(points)]
         dash = ' stroke-dasharray="4 3"' if direction == "col" else ""
         how = f'stroke="{LINES[tensor]}" stroke-width="1.5" stroke-linecap="round" fill="none"{dash}'
         label = f"<title>{escape(name)}</title>"

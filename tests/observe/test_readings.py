@@ -165,6 +165,25 @@ def test_a_page_shows_each_layer_and_asks_for_nothing(tmp_path: Path) -> None:
     assert "nowrap" not in re.search(r"[.]key span {.*}", text)[0]  # type: ignore[index]  # a narrow screen has no room
 
 
+def lines_of(readings: list[Reading], path: Path) -> list[list[float]]:
+    """The heights of the points of each line of the first chart, from above."""
+    lpq.observe.Readings(readings).page(path)
+    chart = path.read_text().partition("<svg")[2].partition("</svg>")[0]
+    return [[float(point.split(",")[1]) for point in line.split()] for line in re.findall(r'points="([^"]*)"', chart)]
+
+
+def test_a_step_that_is_far_out_is_drawn_and_no_line_leads_over_a_nan(tmp_path: Path) -> None:
+    def at(step: int, snr_db: float | None) -> Reading:
+        return Reading(step=step, layer="a", tensor="x", direction="row", snr_db=snr_db)
+
+    for far in range(500, 510):
+        (line,) = lines_of([at(step, 2.0 if step == far else 30.0 + step % 2) for step in range(1000)], tmp_path / "a")
+        assert len(line) <= 160
+        assert sum(height == max(line) for height in line) == 1
+    lines = lines_of([at(step, None if step == 4 else 30.0 + step) for step in range(10)], tmp_path / "b")
+    assert [len(line) for line in lines] == [4, 5]
+
+
 def test_a_model_that_is_one_layer_is_named(tmp_path: Path) -> None:
     """Its name within itself is empty."""
     net = lpq.convert(nn.Linear(64, 128), "mxfp8")
