@@ -208,5 +208,5 @@ def _remarks(native: dict[str, list[str]], where: torch.device) -> list[str]:
 def _write(folder: Path, result: dict[str, Any], svg: str | None) -> None:
     for name, text in (("bench.json", jsonlib.dumps(result, indent=1) + "\n"), ("bench.svg", svg)):
         if text is not None:
-            with writable(folder / name) as file:
+            with writable(folder / name, "choose another --out") as file:
                 file.write_text(text, encoding="utf-8")

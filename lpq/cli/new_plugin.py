@@ -33,7 +33,7 @@ def new_plugin(
     if target.exists():
         raise LpqError(f"{target} exists already: remove it, or choose another --dir")
     for path, text in rendered(name).items():
-        with writable(target / path) as file:
+        with writable(target / path, "choose another --dir") as file:
             file.write_text(text)
     typer.echo(f"{target}: the format {name}, for now symmetric INT8. To go on:")
     typer.echo(

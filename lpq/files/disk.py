@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lpq.files.errors import CheckpointError
-from lpq.registry.errors import LpqError
+from lpq.files.errors import CheckpointError, FileError
 from lpq.registry.showing import brief
 
 PARTIAL = ".partial"
@@ -89,14 +88,14 @@ def json_of(text: str | bytes) -> Any:
 
 
 @contextmanager
-def writable(path: object) -> Iterator[Path]:
+def writable(path: object, remedy: str = "choose another place") -> Iterator[Path]:
     """The place of a file to write, in a folder that is made if it is not there; what hinders that is told in words."""
     file = place(path)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         yield file
     except OSError as error:
-        raise LpqError(f"{file} cannot be written: {error.strerror or error}; choose another place") from error
+        raise FileError(f"{file} cannot be written: {error.strerror or error}; {remedy}") from error
 
 
 def write(path: Path, data: bytes) -> None:

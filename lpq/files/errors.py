@@ -8,6 +8,10 @@ from __future__ import annotations
 from lpq.registry.errors import LpqError
 
 
+class FileError(LpqError, OSError):
+    """A file that cannot be written or read; Python's own error is its ``__cause__``."""
+
+
 class CheckpointError(LpqError):
     """A checkpoint that could not be saved or cannot be loaded."""
 

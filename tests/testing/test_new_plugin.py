@@ -15,6 +15,7 @@ import pytest
 from forking import python
 
 from lpq.__main__ import main
+from lpq.cli import new_plugin
 from lpq.cli.new_plugin import rendered
 
 VIEWS = Path(__file__).parents[1] / "views" / "test_two_views.py"
@@ -66,6 +67,15 @@ def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path, capsys: pytest.C
     assert ended.value.code == 1
     assert "deeper is not a folder that exists: make it first, or choose another --dir" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_written_is_told_with_the_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(new_plugin, "rendered", lambda name: {"a" * 300: ""})
+    with pytest.raises(SystemExit):
+        main(["new-plugin", "mine", "--dir", str(tmp_path)])
+    assert "cannot be written: File name too long; choose another --dir" in capsys.readouterr().err
 
 
 @pytest.mark.slow
