@@ -94,6 +94,8 @@ def writable(path: object, remedy: str = "choose another place") -> Iterator[Pat
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         yield file
+    except FileError:
+        raise  # of another file, in words
     except OSError as error:
         raise FileError(f"{file} cannot be written: {error.strerror or error}; {remedy}") from error
 

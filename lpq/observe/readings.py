@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from lpq.files.disk import json_of, writable
+from lpq.files.errors import FileError
 from lpq.observe.sums import Reading, noise_order
 from lpq.registry.errors import LpqError
 from lpq.registry.showing import Readable, brief
@@ -58,15 +59,18 @@ class Readings(Readable):
         """Read what ``write`` wrote. Where a run was resumed and did a step again, the later reading counts. A last
         line without its end, as a process that was killed leaves it, does not count."""
         path = Path(path)
-        if not path.is_file():
-            raise NumericsError(f"there are no statistics in {path}: `lpq train --watch 100` writes numerics.jsonl")
+        try:
+            if not path.is_file():
+                raise NumericsError(f"there are no statistics in {path}: `lpq train --watch 100` writes numerics.jsonl")
+            lines = path.read_bytes().splitlines(keepends=True)
+        except OSError as error:
+            raise FileError(f"{path} cannot be read: {error.strerror or error}") from error
         by_place: dict[Any, Reading] = {}
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
             try:
                 reading = Reading(**json_of(line))
             except (ValueError, TypeError) as error:
-                if line.startswith("{") and not line.endswith(("}", "\n")):
+                if line.startswith(b"{") and not line.endswith((b"}", b"\n")):
                     break  # cut off
                 raise NumericsError(f"{path}, line {number}: this is no reading of lpq.observe.numerics") from error
             by_place[reading.step, reading.layer, reading.tensor, reading.direction, reading.recipe] = reading

@@ -12,7 +12,8 @@ import lpq
 from lpq.bench.knapsack import Option
 from lpq.bench.search import SearchResult
 from lpq.cli import bench
-from lpq.observe import Readings
+from lpq.files.errors import FileError
+from lpq.observe import NumericsError, Readings
 from lpq.registry.errors import LpqError
 
 FOUND = SearchResult(
@@ -39,6 +40,28 @@ def test_a_place_that_cannot_be_written_is_told(write: Callable[[Any], None], tm
     for kind in (LpqError, OSError):  # callers may catch either
         with pytest.raises(kind, match=rf"file/bench\.json cannot be written: .*; choose another {other}"):
             write(tmp_path / "file" / "bench.json")
+
+
+@pytest.mark.parametrize("act", [Readings.read, Readings().write], ids=["read", "write"])
+def test_a_file_that_cannot_be_read_is_told_so(
+    act: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it is to be written anew."""
+
+    def refuse(self: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    (path := tmp_path / "numerics.jsonl").touch()
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(FileError, match=r"numerics\.jsonl cannot be read: Permission denied"):
+        act(path)
+
+
+def test_a_file_of_other_bytes_is_refused_and_left(tmp_path: Path) -> None:
+    (path := tmp_path / "picture").write_bytes(b"\x89PNG\n\xff\xfe")
+    with pytest.raises(NumericsError, match="picture, line 1: this is no reading"):
+        Readings().write(path)
+    assert path.read_bytes() == b"\x89PNG\n\xff\xfe"
 
 
 @pytest.mark.parametrize("write", [FOUND.write, Readings().write, Readings().page])
