@@ -35,11 +35,11 @@ from lpq.bench.speedups import (
 )
 from lpq.cli.doctor import Device
 from lpq.cli.kernels import check_environment, pick_device
-from lpq.cli.models import NAMED, Chosen, alike, layer_sizes, left_out, on_meta
+from lpq.cli.models import NAMED, Chosen, ModelError, alike, layer_sizes, left_out, on_meta
 from lpq.cli.output import Json, as_json, print_text
 from lpq.files.disk import writable
 from lpq.recipes.policy_sources import refuse_rules
-from lpq.registry.errors import LpqError, OptionError
+from lpq.registry.errors import OptionError
 from lpq.registry.tables import table
 
 NONE = "–"
@@ -66,10 +66,6 @@ Recipes = Annotated[
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="DIRECTORY", help="Where to write bench.json, and of the map bench.svg.")
 ]
-
-
-class BenchError(LpqError):
-    """Nothing can be measured, or written, for the reason in the message."""
 
 
 def bench(
@@ -114,7 +110,7 @@ def bench(
         if layers and not counts:
             raise OptionError(str(unknown))
         if not counts:
-            raise BenchError(f"--model {model}: lpq.convert reaches no linear layer of it, so that none can be timed")
+            raise ModelError(f"--model {model}: lpq.convert reaches no linear layer of it, so that none can be timed")
     sizes = list(counts) or squares(where)
     quiet = json or not sys.stderr.isatty()
     with torch.cuda.device(where) if where.type == "cuda" else nullcontext():

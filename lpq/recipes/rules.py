@@ -65,7 +65,6 @@ class Rule:
                 "until must be a step (a whole number from 1 on) or a fraction of the run "
                 f"(a float above 0.0, up to 1.0), not {brief(self.until)}"
             )
-
         if self.blocks is not None:
             spans(str(self.blocks))
 
