@@ -37,6 +37,9 @@ class Intended:
     """The quantizer of the row operand of each weight that is stored quantized, by the name of the parameter."""
     modules: tuple[str, ...]
     """The names of all modules."""
+    experts: tuple[ExpertStack, ...] = ()
+    """The stacks of Hugging Face's experts that are stored quantized, where ``lpq.convert`` leaves them in high
+    precision."""
 
     @classmethod
     def of(
@@ -53,6 +56,7 @@ class Intended:
         schedules = ConversionPlan.of(module, recipes.policy(rules)).schedules
         first = {plain_name(name): schedule.at(0) for name, schedule in schedules.items()}
         by_name = {name: recipe for name, recipe in first.items() if recipe is not None}
+        experts: list[ExpertStack] = []
         if weights == "quantized":
             linear = [name for name in by_name if type(modules[name]) is nn.Linear or isinstance(modules[name], Layer)]
             owners = {f"{name}.weight".lstrip("."): name for name in linear}
@@ -62,7 +66,13 @@ class Intended:
                 side = by_name[name].w.side("row")
                 if weight not in stored and not side.plain and times[id(tensors.get(weight))] == 1:
                     stored[weight] = side
-        return cls(by_name, stored, tuple(modules))
+            for stack in stacks.values():
+                recipe = by_name.get(stack.holder_name) if stack.key else None
+                if recipe is not None and type(stack.weight) is nn.Parameter:
+                    row, col = recipe.w.side("row"), recipe.w.side("col")
+                    if not (row.plain or row.static or col.static):
+                        experts.append(stack)
+        return cls(by_name, stored, tuple(modules), tuple(experts))
 
     def fitting(self, layers: Mapping[str, Quantized]) -> str:
         """A policy that stores weights as these layers of the files, by the names of modules, have them."""

@@ -81,12 +81,10 @@ def load_quantized(
         job = _Job(files, view, layers, stacks, Intended.of(view, rules, weights, stacks))
         job.judge()
         if rules is not None:
-            for stack in stacks.values():
-                if weights == "quantized" and type(stack.weight) is nn.Parameter:
-                    check_replaced(stack.name, stack.weight)
+            for stack in job.intended.experts:
+                check_replaced(stack.name, stack.weight)
             convert(view.module, rules, weights=weights)
-            if weights == "quantized":
-                store_quantized(stacks)
+            store_quantized(job.intended.experts)
         job.fill()
         for layer in view.module.modules():
             if isinstance(layer, Layer) and layer.gather is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -53,17 +53,12 @@ def by_module(layers: Mapping[str, Quantized], stacks: Mapping[str, ExpertStack]
     return modules
 
 
-def store_quantized(stacks: Mapping[str, ExpertStack]) -> None:
-    """Store the stacks of converted experts of Hugging Face's models quantized, as files have codes for them.
-
-    ``lpq.convert`` leaves them in high precision.
-    """
-    for stack in stacks.values():
-        if not stack.key or stack.recipe is None or (w := stack.recipe.w).side("row").plain:
-            continue
-        weight = stack.weight
-        if type(weight) is nn.Parameter and not (w.side("row").static or w.side("col").static):
-            tensor = w.quantize(weight.detach(), col=not derives_col(w), stack=True)
+def store_quantized(stacks: Iterable[ExpertStack]) -> None:
+    """Store these stacks of converted experts of Hugging Face's models quantized, as files have codes for them."""
+    for stack in stacks:
+        if stack.recipe is not None:  # a plugin may have put others in their place
+            w = stack.recipe.w
+            tensor = w.quantize(stack.weight.detach(), col=not derives_col(w), stack=True)
             replace_parameter(stack.holder, stack.key, tensor)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,22 @@ def test_what_others_set_on_a_stack_stays(tmp_path: Path) -> None:
     stored.grad = None
     model.half()(torch.arange(32)[None]).logits.sum().backward()
     assert (stored.dtype, stored.mark, len(seen)) == (torch.float16, 3, 1)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("of_experts", ["bf16", "skip", "fprop=mxfp8, dgrad=bf16, wgrad=bf16"])
+def test_hooks_stay_on_a_stack_that_is_not_stored(of_experts: str, tmp_path: Path) -> None:
+    """And are refused on one that is, as the last recipe has it."""
+    key, keeps = "model.layers.0.mlp.experts.gate_up_proj", not of_experts.startswith("fprop")
+    lpq.export(lpq.convert(fused("Qwen3Moe"), policy("mxfp8")), tmp_path / "x", layout=LAYOUT)
+    model: Any = fused("Qwen3Moe")
+    was = model.get_parameter(key)
+    was.register_hook(lambda _: None)
+    rules = {"rules": [{"match": "*.experts", "recipe": of_experts}, {"match": "*", "recipe": "skip"}]}
+    with nullcontext() if keeps else pytest.raises(CheckpointError, match="loses hooks"):
+        lpq.load_quantized(model, tmp_path / "x", policy=rules)
+    assert model.get_parameter(key) is was
+    assert (type(was), bool(was._backward_hooks)) == (nn.Parameter, True)
 
 
 def test_experts_that_engines_have_no_layers_for_stay_in_one_tensor_and_that_is_said(tmp_path: Path) -> None:
