@@ -16,9 +16,8 @@ def fault(cls: type) -> str | None:
     """
     same = {field.name: object() for field in fields(cls)}
     try:
-        if with_options(cls, same) != with_options(cls, same) or hash(with_options(cls, same)) != hash(
-            with_options(cls, same)
-        ):
+        one, other = with_options(cls, same), with_options(cls, same)
+        if one != other or hash(one) != hash(other):
             return "is not equal to a copy of itself"
         for name in same:
             if with_options(cls, same) == with_options(cls, same | {name: object()}):

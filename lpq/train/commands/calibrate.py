@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from lpq.cli.export import Source, Target
 from lpq.cli.runs import checkpoint_in
 from lpq.registry.errors import LpqError, OptionError, suggestion, words
 
@@ -15,8 +16,6 @@ METHODS = ("max", "percentile", "mse", "four_over_six")
 HELD_OUT = 4
 """The number of batches on which the noise of layers is measured."""
 
-Source = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint of lpq, or the directory of a run.")]
-Target = Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Where to write: a new directory, or an empty one.")]
 Data = Annotated[
     list[str] | None,
     typer.Option(

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lpq.train.commands.options import parameters, values_of
+from lpq.train.commands.options import parameters, take, values_of
 from lpq.train.commands.train import Command, report_error
 from lpq.train.compare_config import SHARED, SIZES, CompareConfig, training
 from lpq.train.errors import Stopped, TrainError, TrainOptionError
@@ -174,7 +174,7 @@ def _tell(out: Path, result: Any, other: str | None) -> None:
     print_text(f"written to {out}/: a file for each training, {TABLE}, {plot.draw(curves, out / FIGURE)}")
 
 
-def _signature() -> inspect.Signature:
+def _options() -> list[inspect.Parameter]:
     own = {"context": typer.Context, "recipes": Recipes, "seeds": Seeds, "size": Size, "tokens": Tokens, "out": Out,
            "at_once": AtOnce, "time_limit": Limit, "beside": Beside}  # fmt: skip
     usual = {"seeds": 3, "out": Path("compare")}
@@ -182,10 +182,7 @@ def _signature() -> inspect.Signature:
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=usual.get(name), annotation=hint)
         for name, hint in own.items()
     ]
-    return inspect.Signature([*own_parameters, *parameters(SHARED, DEFAULTS)])
+    return [*own_parameters, *parameters(SHARED, DEFAULTS)]
 
 
-# typer reads a command's options from its signature and its annotations.
-_SIGNATURE = _signature()
-compare.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
-compare.__annotations__ = {name: p.annotation for name, p in _SIGNATURE.parameters.items()}
+take(compare, *_options())

@@ -40,6 +40,12 @@ def parameters(names: Iterable[str], defaults: Mapping[str, str] | None = None) 
 
 
 def parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
-    """An option of a command, None by default."""
+    """An option of a command, None by default: one that is not given may come from a file or a resumed run."""
     hint = Annotated[kind | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
+
+
+def take(command: Any, *options: inspect.Parameter) -> None:
+    """Give a command these options: typer reads them from its signature and its annotations."""
+    command.__signature__ = inspect.Signature(options)
+    command.__annotations__ = {option.name: option.annotation for option in options}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import signal
 import time
@@ -18,7 +17,7 @@ from typer.core import TyperCommand
 from lpq.cli.output import print_error
 from lpq.registry.errors import LpqError
 from lpq.train import Stopped, TrainConfig, resolve, run
-from lpq.train.commands.options import parameter, parameters, values_of
+from lpq.train.commands.options import parameter, parameters, take, values_of
 from lpq.train.launch import PATIENCE, launched, prints, work
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # typer has no name for it
@@ -74,13 +73,5 @@ def report_error(error: BaseException, *, aloud: bool = True, rank: int = 0) -> 
     return 1
 
 
-def _signature() -> inspect.Signature:
-    """Every option, None by default: one that is not given may come from a file or a resumed run."""
-    file = typer.Option("--config", help="A TOML file with these options; the command line overrules it.")
-    return inspect.Signature([parameter("config", Path, file), *parameters(f.name for f in fields(TrainConfig))])
-
-
-# typer reads a command's options from its signature and its annotations.
-_SIGNATURE = _signature()
-train.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
-train.__annotations__ = {name: p.annotation for name, p in _SIGNATURE.parameters.items()}
+FILE = typer.Option("--config", help="A TOML file with these options; the command line overrules it.")
+take(train, parameter("config", Path, FILE), *parameters(f.name for f in fields(TrainConfig)))
