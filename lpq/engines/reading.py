@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,8 +88,7 @@ class Files:
             facts = self._described(layer)
             if facts is None:
                 continue
-            named = [(p, next((n for n in (p.name, *p.others) if n in own), p.name)) for p in parts_of(*facts)]
-            parts = tuple(replace(part, name=name) for part, name in named)  # as the files have them
+            parts = tuple(_as_named(part, own) for part in parts_of(*facts))
             here = [
                 p.name
                 for p in parts  # a weight in high precision has the name of one that is quantized
@@ -130,6 +129,11 @@ class Files:
             check_value(name, part, value)
             tensors.append(value)
         return tensors
+
+
+def _as_named(part: Part, there: Container[str]) -> Part:
+    """The part by the name that it has in the files."""
+    return replace(part, name=next((name for name in (part.name, *part.others) if name in there), part.name))
 
 
 def _file_names(path: Path) -> list[str]:

@@ -100,9 +100,7 @@ class Plan:
         fast = (recipe.fprop.fast_accumulate, recipe.dgrad.fast_accumulate, recipe.wgrad.fast_accumulate)
         tensors = (recipe.x, recipe.w, recipe.dy)
         stochastic = any(map(rounds_stochastically, tensors))
-        products = [*recipe.products.values()]
-        exact = {q: registry.kernels("exact_tile", (registry.format_of(type(q)).name,)) for p in products for q in p}
-        of = [product if any(map(exact.get, product)) else None for product in products]  # by kernels of any hardware
+        of = [product if any(map(_made_exactly, product)) else None for product in recipe.products.values()]
         fast_sums = (fast[0] is not False, fast[1] is True, fast[2] is True)
         states, row, col = memories(recipe), recipe.x.side("row"), recipe.x.side("col")
         draws = rounds_stochastically(recipe.x)
@@ -124,3 +122,8 @@ class Plan:
     def __post_init__(self) -> None:
         for quantizer in (self.x, self.w, self.dy):
             quantizer.ready()
+
+
+def _made_exactly(side: Quantizer) -> bool:
+    """Whether the format has kernels, for any hardware, that make an operand for a product without encoding it."""
+    return bool(registry.kernels("exact_tile", (registry.format_of(type(side)).name,)))
