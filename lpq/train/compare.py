@@ -302,7 +302,7 @@ def train(job: TrainingJob, stop: Callable[[], int], say: Say, show: Show) -> No
     device, directory = pick_device(config.device), Path(str(config.out))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    policy = loop.policy_of(config) if config.policy is not None else None
+    policy = lpq.policy(config.policy) if config.policy is not None else None
     text = data.load(config.data, config.seq, config.text)
     runs.open_directory(replace(config, resume=runs.is_run(directory)))
     folder = directory / (RECIPE if policy is not None else baseline_on(device))

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shlex
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -23,6 +22,7 @@ import lpq
 from lpq.cli.runs import NUMERICS, RECIPE
 from lpq.files.disk import json_of
 from lpq.kernels.table import ENVIRONMENT, allowed_by
+from lpq.nn.conversion_plan import ConversionPlan, changes_of
 from lpq.nn.names import first_few
 from lpq.recipes.policy_sources import refuse_rules
 from lpq.registry.showing import printable
@@ -73,15 +73,15 @@ def run(config: TrainConfig, console: Console | None = None) -> Summary:
 
 
 def policy_of(config: TrainConfig) -> Policy:
-    """The policy of a run: the one that it names, or its recipe for all layers. It converts some layer of the model."""
+    """The policy of a run: the one that it names, or its recipe for all layers; refused if it converts no layer."""
     if config.policy is None:
         refuse_rules(config.recipe, f"give it as --policy {config.recipe}")
     policy = lpq.policy(lpq.recipe(config.recipe) if config.policy is None else config.policy)
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the model that is trained has them again
-        model = lpq.convert(GPT(GPTShape(config.layers, config.heads, config.width)), policy, steps=config.steps)
-    if not (conversion := lpq.report(model, full=True)).converted:
-        why = first_few([f"{entry.name}: {entry.note}" for entry in conversion.left if entry.kind == "Linear"], "; ")
+    with torch.device("meta"):
+        model = GPT(GPTShape(config.layers, config.heads, config.width))
+    _, converted, others = changes_of(model, ConversionPlan.of(model, policy, config.steps))
+    if not converted:
+        why = first_few([f"{entry.name}: {entry.note}" for entry in others if entry.kind == "Linear"], "; ")
         raise TrainOptionError(
             f"{config.policy or config.recipe} converts no layer of a model of layers = {config.layers} and width = "
             f"{config.width}, and would train as bf16 does: {why}. Change the model or the rules, or name another one"

@@ -21,7 +21,7 @@ from support.commands import Command
 from torchrun import faulty, run_forked
 from training import shown
 
-from lpq.train import Stopped, TrainError, beside, compare, data, gaps, trainings
+from lpq.train import Stopped, TrainError, beside, compare, data, gaps, loop, trainings
 from lpq.train.compare_config import CompareConfig, count, training
 from lpq.train.machine import baseline_on
 from lpq.train.plot import draw
@@ -72,6 +72,16 @@ def test_recipes_and_the_baseline_are_trained_from_the_same_seeds(small: Make, c
     before = {path: path.stat().st_mtime_ns for path in config.out.iterdir()}
     assert losses(compare.run(config, console)) == losses(found)
     assert {path: path.stat().st_mtime_ns for path in config.out.iterdir()} == before  # nothing is repeated
+
+
+def test_a_policy_is_tried_on_the_model_once_however_many_trainings_it_has(
+    small: Make, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Any] = []
+    check = loop.policy_of
+    monkeypatch.setattr(loop, "policy_of", lambda config: tried.append(config.policy) or check(config))
+    assert len(compare.run(small("mxfp8", steps=1), console)) == 4
+    assert tried == ["mxfp8"]
 
 
 class Killed(BaseException):
