@@ -104,12 +104,9 @@ def doctor(
             print_text(f"Not listed, as they have no default options: {names} (`lpq doctor QUANTIZER` lists one).")
         for remark in remarks(where):
             print_text(remark)
-        for name, problem in broken.items():
-            typer.echo(f"lpq: format {name}: {problem}", err=True)
-        for name, problem in unbuilt.items():
-            typer.echo(f"lpq: recipe {name}: {problem}", err=True)
-        for name, problem in faults.items():
-            typer.echo(f"lpq: kernel {name}: {problem}", err=True)
+        for kind, problems in (("format", broken), ("recipe", unbuilt), ("kernel", faults)):
+            for name, problem in problems.items():
+                typer.echo(f"lpq: {kind} {name}: {problem}", err=True)
     if wrong or broken or unbuilt or faults or any(s.error for s in every) or any(d["broken"] for d in gpus):
         raise typer.Exit(1)
 
