@@ -65,6 +65,5 @@ def export(
     typer.echo(record)
     if full:
         layers = {name: title for title, names in record.layers.items() for name in names}
-        table(
-            "Layers", ("layer", "in the files"), [*layers.items(), *((name, "high precision") for name in record.left)]
-        )
+        rows = [*layers.items(), *((name, "high precision") for name in record.left)]
+        table("Layers", ("layer", "in the files"), rows)

@@ -44,7 +44,7 @@ def configuration(model: nn.Module | None, base: Path | None) -> dict[str, Any]:
         if isinstance(dtype := getattr(model, "dtype", None), torch.dtype):  # the config has the dtype of its loading
             data[next((key for key in DTYPE if key in data), DTYPE[0])] = _text(dtype)
     else:
-        data = read_json(_own(base / CONFIG, base)) if base is not None and (base / CONFIG).is_file() else {}
+        data = read_json(_own(base / CONFIG)) if base is not None and (base / CONFIG).is_file() else {}
     data.pop(OURS, None)
     return data
 
@@ -65,17 +65,16 @@ def small_files(model: nn.Module | None, base: Path | None) -> dict[str, bytes]:
     for path in sorted(base.iterdir()) if base is not None else []:
         is_small = any(fnmatchcase(path.name, pattern) for pattern in COPIED)
         if is_small and path.is_file() and not any(fnmatchcase(path.name, pattern) for pattern in NOT_COPIED):
-            assert base is not None
-            contents[path.name] = _own(path, base).read_bytes()
+            contents[path.name] = _own(path).read_bytes()
     generation: Any = getattr(model, "generation_config", None)
     if callable(getattr(generation, "to_json_string", None)):
         contents["generation_config.json"] = generation.to_json_string().encode()
     return contents
 
 
-def _own(path: Path, base: Path) -> Path:
+def _own(path: Path) -> Path:
     """A file of a directory that is given to others: a link out of it is refused."""
-    folder, target = base.resolve(), path.resolve()
+    folder, target = path.parent.resolve(), path.resolve()
     blobs = [folder.parent.parent / BLOBS] if folder.parent.name == SNAPSHOTS else []
     if not any(target.is_relative_to(allowed) for allowed in (folder, *blobs)):
         raise CheckpointError(

@@ -38,8 +38,7 @@ class Intended:
     modules: tuple[str, ...]
     """The names of all modules."""
     experts: tuple[ExpertStack, ...] = ()
-    """The stacks of Hugging Face's experts that are stored quantized, where ``lpq.convert`` leaves them in high
-    precision."""
+    """The stacks of Hugging Face's experts that are stored quantized, which ``lpq.convert`` does not do."""
 
     @classmethod
     def of(

@@ -62,9 +62,8 @@ class StepBytes:
     held: int
     """The bytes kept from the forward for the backward."""
     forward: int
-    """The bytes gathered in forward: whole weights, once for each gather."""
     backward: int
-    """The bytes gathered in backward: whole weights, once for each gather."""
+    """The bytes gathered in each of the two passes: whole weights, once for each gather."""
     weights: int
     gradients: int
     optimizer: int
