@@ -10,20 +10,24 @@ groups, as experts have them, are made tile by tile, so that the time to fill an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from lpq import recipes as recipes_of
 from lpq.bench.layers import LayerSize, StackSize
-from lpq.bench.native import is_native, reads_codes
+from lpq.bench.native import native_products, reads_codes
 from lpq.formats import Quantizer
 from lpq.recipes import Recipe
+from lpq.recipes.gemms import GEMMS
 
 BF16, FP32 = 2, 4
 NARROW = 0.75
 """The bytes of an element below which codes have about 4 bits."""
+ALIGNED = 16
+"""Codes are multiplied where lines of them, and of the result, are multiples of this many elements; twice as many of
+codes of 4 bits, and with scales of 32. Other products are made in bf16."""
 TOGETHER = 4
 """The exponent by which the times of GPU and host are joined: high, as the slower one hides the other."""
 FILL = 600
@@ -44,6 +48,7 @@ STORED = (
     "nvfp4-fwd-mxfp8-bwd", "nvfp4-fwd-bf16-bwd",
 )  # fmt: skip
 """The recipes of the layers in ``benchmarks/results``."""
+Pair = tuple[Quantizer, Quantizer]
 
 
 @dataclass(frozen=True)
@@ -113,12 +118,13 @@ def predicted(gpu: Gpu, size: LayerSize, recipe: Recipe | None, host: float | No
         recipe: The recipe of its products; None: bf16.
         host: The seconds of the host, where they are known; None: by launches.
     """
-    pairs = [None] * 3 if recipe is None else [*recipe.products.values()]
+    native = {} if recipe is None else _native(gpu, size, recipe)
+    pairs = map(native.get, GEMMS)
     on_gpu = sum(_product(gpu, size, depth, pair) for depth, pair in zip(size.depths, pairs, strict=True))
     launches = 0
     if recipe is not None:
         for tensor, elements in zip(("x", "w", "dy"), size.tensors, strict=True):
-            seconds, more = _encoding(gpu, recipe, tensor, isinstance(size, StackSize))
+            seconds, more = _encoding(gpu, recipe, tensor, native, isinstance(size, StackSize))
             on_gpu += elements * seconds
             launches += more
     return _joined(on_gpu, gpu.base + gpu.launch * launches if host is None else host)
@@ -145,12 +151,11 @@ def _joined(on_gpu: float, on_host: float) -> float:
     return float((on_gpu**TOGETHER + on_host**TOGETHER) ** (1 / TOGETHER))
 
 
-def _product(gpu: Gpu, size: LayerSize, depth: int, pair: tuple[Quantizer, Quantizer] | None) -> float:
-    """Seconds of a product that sums over ``depth`` elements; ``pair`` is None: in bf16."""
+def _product(gpu: Gpu, size: LayerSize, depth: int, pair: Pair | None) -> float:
+    """Seconds of a product that sums over ``depth`` elements, of these codes; ``pair`` is None: in bf16."""
     in_groups = isinstance(size, StackSize)
-    native = pair is not None and _native(gpu, *pair, in_groups)
     rate, width = gpu.bf16, float(BF16)
-    if pair is not None and native:
+    if pair is not None:
         width = max(map(bytes_of_element, pair))
         rate = gpu.codes
         if width < NARROW:
@@ -163,8 +168,18 @@ def _product(gpu: Gpu, size: LayerSize, depth: int, pair: tuple[Quantizer, Quant
     return 2 * size.tokens * size.inputs * size.outputs / rate * (1 + filled)
 
 
-def _native(gpu: Gpu, a: Quantizer, b: Quantizer, in_groups: bool) -> bool:
-    return gpu.sm is not None and is_native(a, b, gpu.sm, in_groups)
+def _native(gpu: Gpu, size: LayerSize, recipe: Recipe) -> dict[str, Pair]:
+    """The operands of the products whose codes the GPU multiplies at this size."""
+    found = native_products(recipe, gpu.sm, isinstance(size, StackSize))
+    lines = dict(zip(GEMMS, size.lines, strict=True))
+    return {name: recipe.products[name] for name in found if _is_aligned(*lines[name], *recipe.products[name])}
+
+
+def _is_aligned(depth: int, cols: int, *sides: Quantizer) -> bool:
+    """Whether codes are multiplied in lines of ``depth``, with lines of ``cols`` in the result."""
+    scaled_by_32 = any(buffer.block[1] == 2 * ALIGNED for side in sides for buffer in side.layout)
+    narrow = any(bytes_of_element(side) < NARROW for side in sides)
+    return depth % (ALIGNED * (2 if narrow or scaled_by_32 else 1)) == 0 and cols % ALIGNED == 0
 
 
 def _scales_along(side: Quantizer) -> bool:
@@ -185,8 +200,9 @@ def bytes_of_element(side: Quantizer) -> float:
     return float(side.storage.empty(side, shape, torch.bfloat16, torch.device("meta")).nbytes) / (shape[0] * shape[1])
 
 
-def _encoding(gpu: Gpu, recipe: Recipe, tensor: str, in_groups: bool) -> tuple[float, int]:
-    """The seconds for each element of a tensor, and the launches, besides the products."""
+def _encoding(gpu: Gpu, recipe: Recipe, tensor: str, native: Collection[str], in_groups: bool) -> tuple[float, int]:
+    """The seconds for each element of a tensor, and the launches, besides the products. ``native``: the products whose
+    codes are multiplied."""
     whole: Quantizer = getattr(recipe, tensor)
     of = {"x": ("fprop", "wgrad"), "w": ("fprop", "dgrad"), "dy": ("dgrad", "wgrad")}[tensor]
     sides = {d: whole.side(d) for d in ("row", "col")}
@@ -200,9 +216,8 @@ def _encoding(gpu: Gpu, recipe: Recipe, tensor: str, in_groups: bool) -> tuple[f
     for gemm, (direction, side) in zip(of, sides.items(), strict=True):
         if side.plain:
             continue
-        native = _native(gpu, *recipe.products[gemm], in_groups)
         is_saved = direction == "col" and tensor != "dy"
-        if native:
+        if gemm in native:
             written[direction] = bytes_of_element(side)
         elif is_saved or is_made_of_row or has_state:  # codes, which are decoded for the product
             written[direction] = bytes_of_element(side)

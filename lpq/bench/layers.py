@@ -39,6 +39,11 @@ class LayerSize:
         """The numbers of elements over which fprop, dgrad and wgrad sum."""
         return self.inputs, self.outputs, self.tokens
 
+    @property
+    def lines(self) -> tuple[tuple[int, int], ...]:
+        """The elements in a line of codes, and in a line of the result, of fprop, dgrad and wgrad."""
+        return (self.inputs, self.outputs), (self.outputs, self.inputs), (self.tokens, self.inputs)
+
 
 @dataclass(frozen=True, order=True)
 class StackSize(LayerSize):
@@ -57,6 +62,12 @@ class StackSize(LayerSize):
     def depths(self) -> tuple[int, int, int]:
         """As of a layer; the gradient of a weight sums over the rows of its expert alone, as many as of any other."""
         return self.inputs, self.outputs, max(1, self.tokens // self.experts)
+
+    @property
+    def lines(self) -> tuple[tuple[int, int], ...]:
+        """As of a layer; the rows of an expert are padded where the gradient of a weight sums over them."""
+        *others, _ = super().lines
+        return *others, (self.outputs, self.inputs)
 
     @property
     def tensors(self) -> tuple[int, int, int]:

@@ -14,7 +14,7 @@ from torch import nn
 
 import lpq
 from lpq import observe
-from lpq.bench.gpus import GPUS, NARROW, USUAL_SHARE, Gpu, bytes_of_element, is_compared, key_of, predicted
+from lpq.bench.gpus import ALIGNED, GPUS, NARROW, USUAL_SHARE, Gpu, bytes_of_element, is_compared, key_of, predicted
 from lpq.bench.layers import LayerSize, StackSize
 from lpq.bench.native import native_products
 from lpq.bench.speedups import in_figures, measure, ratio, total
@@ -261,6 +261,12 @@ def _reasons(
     bf16 = [text for text in recipes if not native_products(lpq.recipe(text), card.sm)]
     if bf16:
         sentences.append(f"{', '.join(bf16)}: lpq multiplies them in bf16 on this GPU, which saves bytes and no time.")
+    uneven = [g.title for g in groups if any(n % ALIGNED for size in g.sizes for line in size.lines for n in line)]
+    if uneven and len(bf16) < len(recipes):
+        sentences.append(
+            f"{', '.join(uneven)}: inputs, outputs or tokens are no multiple of {ALIGNED}, and such products are made "
+            "in bf16."
+        )
     narrow = [text for text in recipes if _is_narrow(text) and _gain(groups, text) > max(_gain(groups, best), 1)]
     if line is None:
         others = f" but {' and '.join(narrow)}" if narrow else ""

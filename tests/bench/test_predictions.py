@@ -256,6 +256,22 @@ def test_what_a_gpu_does_not_multiply_is_not_predicted_to_gain() -> None:
         assert tuple(r for r in recipes if predicted(GPUS[name], size, lpq.recipe(r)) < plain) == gains, name
 
 
+def test_sizes_that_no_kernel_multiplies_as_codes_are_predicted_in_bf16() -> None:
+    """``_fits`` of FP8's products has the rule; in groups a kernel pads the rows of each expert."""
+
+    def gain(size: LayerSize, text: str = "fp8-current", gpu: str = "h100") -> float:
+        return predicted(GPUS[gpu], size, None) / predicted(GPUS[gpu], size, lpq.recipe(text))
+
+    even = LayerSize(8192, 8192, 8192)
+    sizes = LayerSize(8192, 8200, 8200), LayerSize(8192, 8192, 8200), LayerSize(8200, 8192, 8192), even
+    gains = [gain(size) for size in sizes]
+    assert gains == sorted(gains), "with three products in bf16, with two, with one and with none"
+    assert gains[0] < 1 < gains[2] < gains[3] - 0.2
+    assert gain(StackSize(8200, 8192, 8192, 2)) > 1.2 > 1 > gain(StackSize(8192, 8200, 8200, 2))
+    for text in ("mxfp8", "nvfp4"):
+        assert gain(LayerSize(8192, 8208, 8208), text, "b200") < gain(even, text, "b200") - 0.4, "no multiple of 32"
+
+
 class BytesStorage(Storage):
     layout = (Buffer("data", torch.int8, pad=128), Buffer("amax", torch.float32, block=(None, None)))
 

@@ -162,6 +162,19 @@ def test_a_module_that_is_not_found_is_told_with_the_remedy(lpq: Callable) -> No
         assert ("give `python -m lpq` in the folder that has it, or" in ended.err) == has_remedy
 
 
+def uneven() -> nn.Module:
+    return nn.Sequential(nn.Linear(8192, 8200), nn.Linear(8192, 8192))
+
+
+def test_sizes_that_are_multiplied_in_bf16_are_told_and_left_out(
+    lpq: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    found = advised(lpq, "test_advise:uneven", "--gpu", "h100", "--recipe", "fp8-row")
+    (said,) = [sentence for sentence in found["remarks"] if "no multiple of 16" in sentence]
+    assert said.startswith("0: inputs, outputs or tokens")
+
+
 def test_the_memory_of_a_small_model_is_told_in_a_unit_that_fits(lpq: Callable) -> None:
     out = lpq("advise", "tiny", "--gpu", "h100", "--world", 2).out
     assert "MiB, with fp32 shards and weights gathered in the form of the recipe" in out
