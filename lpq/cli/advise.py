@@ -110,7 +110,8 @@ def advise(
         (alias for name in sizes if name not in kept for alias in every[name]),
         (alias for name in kept for alias in every[name]),
     )
-    line = _line(groups, best, slow, skipped, world)
+    gathered = {text: m.forward + m.backward for text, m in memories.items()}
+    line = _line(groups, best, slow, skipped, gathered[best] < gathered["bf16"])
     if line is not None:
         _convert(built, _policy(best, skipped), world)  # so that what is pasted is known to work
     sentences = [provenance(card), *_reasons(card, recipes, groups, best, slow, line)]
@@ -128,7 +129,7 @@ def advise(
                     for g in groups
                 ],
                 "gain": {text: _gain(groups, text) for text in recipes},
-                "gathered_bytes": {text: m.forward + m.backward for text, m in memories.items()},
+                "gathered_bytes": gathered,
                 "rank_bytes": {text: m.total for text, m in memories.items()},
                 "leave_out": skipped, "line": line, "remarks": sentences,
             }
@@ -154,10 +155,10 @@ def gpu_named(gpu: str, option: str) -> tuple[Gpu, bool]:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules that are sharded by themselves: the longest list with the most parameters."""
+    """The modules that are sharded by themselves: those in lists, which may be inside no other list."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    sized = ((sum(p.numel() for p in blocks.parameters()), i) for i, blocks in enumerate(lists))
-    return list(lists[max(sized)[1]]) if lists else []
+    inside = {id(m) for blocks in lists for block in blocks for m in block.modules()}
+    return [block for blocks in lists if id(blocks) not in inside for block in blocks]
 
 
 def _convert(model: nn.Module, policy: str | dict[str, Any], world: int) -> None:
@@ -214,15 +215,15 @@ def _policy(recipe: str, skipped: Sequence[str]) -> str | dict[str, Any]:
 
 
 def _line(
-    groups: Sequence[LayerGroup], recipe: str, slow: Sequence[LayerGroup], skipped: Sequence[str], world: int
+    groups: Sequence[LayerGroup], recipe: str, slow: Sequence[LayerGroup], skipped: Sequence[str], gathers: bool
 ) -> str | None:
-    """The call to paste; None where nothing is gained."""
+    """The call to paste; None where nothing is gained. ``gathers``: whether it has fewer bytes gathered."""
     if _gain(groups, recipe, slow) <= 1:
         return None
     linear = [g for g in groups if not g.experts()] or groups  # stacks of Hugging Face's are gathered as they are
     widest = max(linear, key=lambda g: g.count * g.plain).sizes
     wide = min(min(size.inputs, size.outputs) for size in widest) >= WIDE
-    gathered = ', weights="high_precision"' if world > 1 and wide else ""
+    gathered = ', weights="high_precision"' if gathers and wide else ""
     return f"lpq.convert(model, {jsonlib.dumps(_policy(recipe, skipped), ensure_ascii=False)}{gathered})"
 
 

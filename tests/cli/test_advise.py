@@ -175,6 +175,25 @@ def test_sizes_that_are_multiplied_in_bf16_are_told_and_left_out(
     assert said.startswith("0: inputs, outputs or tokens")
 
 
+class Transposed(nn.Module):
+    """Wide layers of weights ``[in, out]``, which FSDP2 gathers as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        Conv1D = pytest.importorskip("transformers").pytorch_utils.Conv1D
+        self.encoder, self.decoder = (nn.ModuleList([Conv1D(4096, 4096)]) for _ in range(2))
+
+
+def test_gathers_are_told_to_be_quantized_where_they_are(lpq: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    found = advised(lpq, "test_advise:Transposed", "--gpu", "h100", "--world", 8)
+    assert found["line"] == 'lpq.convert(model, "fp8-current")'
+    assert not any("gathered quantized" in sentence for sentence in found["remarks"])
+    elements = 2 * 4097 * 4096
+    assert found["gathered_bytes"]["bf16"] == 2 * 2 * elements, "both lists are gathered again in backward"
+    assert found["gathered_bytes"]["fp8-current"] == found["gathered_bytes"]["bf16"]
+
+
 def test_the_memory_of_a_small_model_is_told_in_a_unit_that_fits(lpq: Callable) -> None:
     out = lpq("advise", "tiny", "--gpu", "h100", "--world", 2).out
     assert "MiB, with fp32 shards and weights gathered in the form of the recipe" in out
