@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lpq import recipes
 from lpq.distributed import meeting
 from lpq.distributed.ranks import Ranks
+from lpq.formats.format import DIRECTIONS, Quantizer
 from lpq.nn.conversion_plan import names_of
 from lpq.nn.expert_stacks import expert_stacks
 from lpq.nn.first_argument import check_model
@@ -65,6 +66,7 @@ class TensorSums(NamedTuple):
     norm: Tensor
     amax: Tensor
     """The norm and the largest magnitude of the whole tensor."""
+    quantizer: Quantizer
 
 
 class StepSums(NamedTuple):
@@ -241,16 +243,21 @@ class Numerics(Readings):
         if at in now:  # of another pass, or of another group
             former = now[at]
             norm, amax = torch.hypot(former.norm, norm), torch.maximum(former.amax, amax)
-            now[at] = TensorSums(former.sums.add_(sums), norm, amax)
+            now[at] = TensorSums(former.sums.add_(sums), norm, amax, tensor.quantizer)
         else:
-            now[at] = TensorSums(sums.clone(), norm, amax)
+            now[at] = TensorSums(sums.clone(), norm, amax, tensor.quantizer)
 
     def _of_slots(self, now: dict[int, TensorSums], formats: dict[Slot, str]) -> StepSums:
         """Put the sums of a step's tensors together, on one device."""
         device = next(device_of(layer.shared_weight()) for layer in self._layers)
         none, of_none = torch.zeros((), device=device), torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         sums, norms, amaxes = ([one] * len(self._slots) for one in (of_none, none, none))
+        slots = [*self._slots]
         for at, found in now.items():
+            # Recipes may have changed since the step began.
+            formats |= {
+                slot: found.quantizer.side(side).text for slot, side in zip(slots[at:], DIRECTIONS, strict=False)
+            }
             sums[at : at + len(found.sums)] = found.sums.to(device)
             norms[at : at + 2], amaxes[at : at + 2] = [found.norm.to(device)] * 2, [found.amax.to(device)] * 2
         squares = torch.stack(norms).double().square()
@@ -282,7 +289,7 @@ class Numerics(Readings):
         return step._replace(sums=sums, squares=squares, amax=rows.amax(0))
 
     def _formats(self) -> dict[Slot, str]:
-        """The formats of all operands in the present step."""
+        """The formats of all operands by the present recipes, also of operands that are on other ranks alone."""
         formats, layers = dict[Slot, str](), {id(layer): layer for layer in self._layers}
         for (layer, _), name in self._names.items():
             plans = [("", layers[layer].passes.plan), *([] if self._other is None else [self._other])]

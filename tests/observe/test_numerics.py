@@ -327,6 +327,19 @@ def test_another_recipe_is_asked_about() -> None:
     assert "0 if nvfp4" in watch.table()
 
 
+def test_formats_are_those_of_the_passes_where_a_recipe_changes_in_the_step() -> None:
+    rules = [{"match": "*", "recipe": "nvfp4", "until": 1}, {"match": "*", "recipe": "mxfp8"}]
+    net = lpq.convert(nn.Sequential(nn.Linear(64, 32)), {"rules": rules}, steps=4)
+    watch = lpq.observe.numerics(net, every=1)
+    for step in range(2):
+        with watch.step():
+            lpq.set_step(net, step)
+            net(batch(32)).sum().backward()
+    seen = {(one.step, one.operand): one.format for one in watch.readings()}
+    assert [seen[step, "x.col"] for step in range(2)] == ["nvfp4(rht=true)", "mxfp8"]
+    assert [seen[step, "dy.row"] for step in range(2)] == ["nvfp4(stochastic=true)", "mxfp8"]
+
+
 def test_a_step_without_a_pass_is_told_of() -> None:
     watch = lpq.observe.numerics(model(), every=2)
     with pytest.warns(UserWarning, match="no layer told of a tensor in step 0"), watch.step():
