@@ -20,10 +20,10 @@ COLUMNS = ("recipe", "seeds", "loss", "gap", "± 95 %", "shown", "spread", "toke
 """The columns of the table."""
 MEANING = (
     "Loss: nats per byte on text that was held out, mean over the seeds. Gap: by how much a loss is above the loss of "
-    "{} with the same seed, so with the same first weights and the same batches; mean over the seeds. ± 95 %: half of "
+    "{0} with the same seed, so with the same first weights and the same batches; mean over the seeds. ± 95 %: half of "
     "the interval of this mean by Student's t for pairs, for each recipe alone. Shown: nothing, where 0 is in the "
-    "interval, or there is one seed. Spread: the standard deviation over the seeds, of the loss of {}, or of the "
-    "gaps of a recipe."
+    "interval, or there is one seed; identical, where every loss of every step is {0}'s, as by a policy that converts "
+    "no layer. Spread: the standard deviation over the seeds, of the loss of {0}, or of the gaps of a recipe."
 )
 
 
@@ -42,6 +42,8 @@ class Gap:
     half: float | None
     """Half of the interval; None for fewer than two seeds."""
     tokens_per_second: float
+    identical: bool = False
+    """Whether every loss of its trainings is the baseline's of the same seed."""
 
     @property
     def verdict(self) -> str:
@@ -50,9 +52,9 @@ class Gap:
             return f"{self.diverged} diverged"
         if self.mean is None:
             return ""
-        if self.half is None:
-            return "nothing"
-        if abs(self.mean) <= self.half:
+        if self.identical:
+            return "identical"
+        if self.half is None or abs(self.mean) <= self.half:
             return "nothing"
         return "worse" if self.mean > 0 else "better"
 
@@ -110,7 +112,8 @@ def _gap(title: str, own: dict[int, Training], base: dict[int, Training]) -> Gap
     each = [a / b - 1 for a, b in ended]
     spread = stdev(each) if len(each) > 1 else None
     half = None if spread is None else student(len(each) - 1) * spread / math.sqrt(len(each))
-    return Gap(title, len(each), 0, loss, fmean(each), spread, half, speed)
+    identical = all(t.losses == b.losses and t.held_out == b.held_out for t, b in pairs)
+    return Gap(title, len(each), 0, loss, fmean(each), spread, half, speed, identical)
 
 
 def markdown(trainings: Sequence[Training]) -> str:

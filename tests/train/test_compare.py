@@ -372,6 +372,20 @@ def test_gaps_are_paired_and_their_interval_is_student_s() -> None:
     assert gaps.gaps(made("a", 1.0)) == []
 
 
+@pytest.mark.filterwarnings("ignore:lpq.convert")
+def test_a_recipe_that_trained_as_the_baseline_does_is_told(
+    small: Make, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in files of earlier versions, which trained policies that convert no layer. One other loss suffices."""
+    monkeypatch.setattr(loop, "policy_of", lambda config: None)
+    found = compare.run(small("nvfp4-pretrain", "mxfp8"), console)
+    rows = {row.title: row for row in gaps.gaps(found)}
+    assert [row.identical for row in (rows[BASELINE], rows["mxfp8"])] == [False, False]
+    assert (rows["nvfp4-pretrain"].mean, rows["nvfp4-pretrain"].verdict) == (0, "identical")
+    other = [replace(t, losses=[*t.losses[:-1], 9.0]) if t.title == "nvfp4-pretrain" and t.seed else t for t in found]
+    assert {row.title: row.verdict for row in gaps.gaps(other)}["nvfp4-pretrain"] == "nothing"
+
+
 @pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (30, 2.042), (31, 2.040), (60, 2.000), (120, 1.980)])
 def test_the_quantile_of_student_is_that_of_printed_tables(freedom: int, quantile: float) -> None:
     assert gaps.student(freedom) == pytest.approx(quantile, abs=1e-3)

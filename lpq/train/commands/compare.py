@@ -162,7 +162,7 @@ def _tell(out: Path, result: Any, other: str | None) -> None:
     if other is not None and result is None:
         beside.check(other, (one.title for one in curves))
     table(f"Held-out loss, and the gap to {rows[0].title}", gaps.COLUMNS[:-1], [row.cells()[:-1] for row in rows])
-    print_text(gaps.MEANING.format(rows[0].title, rows[0].title))
+    print_text(gaps.MEANING.format(rows[0].title))
     tables = [gaps.markdown(curves)]
     if other is not None and (other_rows := beside.rows(curves, other)):
         table(f"Beside {other}", beside.columns(other), other_rows)
