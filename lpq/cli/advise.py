@@ -115,7 +115,7 @@ def advise(
     if line is not None:
         _convert(built, _policy(best, skipped), world)  # so that what is pasted is known to work
     sentences = [provenance(card), *_reasons(card, recipes, groups, best, slow, line)]
-    sentences += [unknown] if unknown else []
+    sentences += [text for text in (_too_large(card, memories["bf16"]), unknown) if text]
     if json:
         as_json(
             {
@@ -280,6 +280,14 @@ def _reasons(
         faster = "faster" if line is None else "faster still"
         sentences.append(f"{', '.join(narrow)}: {faster}, with codes of 4 bits; compare the loss before you choose it.")
     return sentences + _of_experts(card, recipes, groups)
+
+
+def _too_large(card: Gpu, memory: observe.Memory) -> str | None:
+    """Say that a rank's share is more than the memory of the GPU; None if it is not."""
+    if memory.total <= card.memory * 2**30:
+        return None
+    held = f"A rank would hold {memory.total / 2**30:,.0f} GiB before activations"
+    return f"{held}, and the {card.title} has {card.memory}: shard over more GPUs (--world)."
 
 
 def _of_experts(card: Gpu, recipes: Sequence[str], groups: Sequence[LayerGroup]) -> list[str]:

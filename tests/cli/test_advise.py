@@ -201,6 +201,15 @@ def test_the_memory_of_a_small_model_is_told_in_a_unit_that_fits(lpq: Callable) 
     assert all(0 < float(cell) < 1024 for cell in row[-5:])
 
 
+def test_a_share_that_is_more_than_the_memory_of_the_gpu_is_told(
+    lpq: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(GPUS, "h100", replace(GPUS["h100"], memory=4))
+    for world, told in {1: ["A rank would hold 7 GiB before activations, and the H100 SXM has 4"], 8: []}.items():
+        remarks = advised(lpq, "llama-3-8b", "--gpu", "h100", "--world", world, "--recipe", "fp8-current")["remarks"]
+        assert [said.partition(":")[0] for said in remarks if "before activations" in said] == told
+
+
 def test_a_gpu_that_nobody_measured_is_called_so(lpq: Callable) -> None:
     found = advised(lpq, "llama-3-8b", "--gpu", "B200", "--tokens", 16384)
     assert not found["measured_rates"]
