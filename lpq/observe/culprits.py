@@ -65,8 +65,8 @@ class Culprits(Readable):
     """The mean over the ranks that share the model."""
     loss_in_bf16: float
     replays: bool | None
-    """Whether the replay gave the gradients of the step to the bit; None: there were none to compare with. A replay
-    runs eagerly: it rounds otherwise in some places than a step that ran compiled."""
+    """Whether the replay gave the gradients of the step to the bit; None: there were none to compare with, or they were
+    added to ``main_grad``. A replay runs eagerly: it rounds otherwise in some places than a step that ran compiled."""
     off_in_bf16: str | None = None
     """Why the step is off its course in bf16 as well: then no layer was looked for. None: it is not, or no course was
     given."""
@@ -157,7 +157,7 @@ def culprits(
             raise NumericsError("culprits: the closure left no gradient: it runs backward, too, as loss.backward()")
         there = [g for g, p in zip(base, _trained(model), strict=True) if p.grad is not None]
         norm = math.nan if course is None else float(gradient_norm(model))
-        same = None if not ours else ranks.sum([_differ(ours, there)]) == 0
+        same = None if not ours or replay.in_main_grad else ranks.sum([_differ(ours, there)]) == 0
         whole = {layer: in_bf16(layer, recipe) for layer, recipe in replay.layers.items()}
         error = GradientError(ranks, [replay], whole)
         start, loss = error.between([base]), ranks.mean(loss)

@@ -125,6 +125,8 @@ class Replay:
         self.layers = {m: m.recipe for m in model.modules() if isinstance(m, StatefulLayer) and m.recipe is not None}
         """The layers that have a recipe, with these."""
         self._model = model
+        self.in_main_grad = {m.model for m in self.layers if m.model.accumulate == "main_grad"}
+        """The models that add gradients of weights to tensors of the user, which keep what the step added."""
         self._bits: dict[tuple[int, int], Bits] = {}
         """The bits with which each layer began and ended in the first run, by its calls."""
 
@@ -134,8 +136,12 @@ class Replay:
         now = Before(self._model)
         with kept_gradients(self._parameters):
             try:
+                for one in self.in_main_grad:
+                    one.accumulate = "grad"
                 yield
             finally:
+                for one in self.in_main_grad:
+                    one.accumulate = "main_grad"
                 give_recipes(self.layers)
                 now.restore()
 

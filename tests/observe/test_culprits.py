@@ -113,6 +113,33 @@ def test_random_bits_of_all_gpus_with_a_part_of_the_model_are_kept(monkeypatch: 
     assert [state.item() for state in gpus.values()] == [0, 1, -1]
 
 
+def test_gradients_in_main_grad_are_those_of_the_step() -> None:
+    """No replay adds to them, and the same layer is found as without them."""
+
+    def found(accumulate: Any) -> str:
+        net = model("nvfp4", accumulate=accumulate)
+        for parameter in net.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)
+
+        def closure() -> Tensor:
+            losses = [net(part).square().mean() for part in batch().chunk(2)]
+            torch.stack(losses).sum().backward()
+            return losses[0]
+
+        before = lpq.observe.Before(net)
+        closure()
+        sums = [parameter.main_grad.clone() for parameter in net.parameters()]
+        assert any(total.count_nonzero() for total in sums) == (accumulate is not None)
+        one = lpq.observe.culprits(net, closure, before=before, most=1)
+        assert all(torch.equal(total, p.main_grad) for total, p in zip(sums, net.parameters(), strict=True))
+        assert one.replays == (None if accumulate else True)
+        assert net[0].layer.model.accumulate == accumulate
+        return str(one)
+
+    assert found("main_grad") == found(None)
+    assert "2.layer" in found(None)
+
+
 def test_a_layer_that_makes_a_nan_is_found() -> None:
     """The NaN comes from an infinity, which tanh takes to 1: a block of MXFP8 with it decodes to NaN."""
     net = model("mxfp8", planted=-1)
