@@ -14,6 +14,7 @@ from lpq.registry import shipped
 from lpq.train import beside, gaps
 
 FOUND = evidence.read()
+README = " ".join((evidence.DOCS.parent / "README.md").read_text(encoding="utf-8").split())
 
 
 def test_the_pages_show_the_stored_curves() -> None:
@@ -72,26 +73,38 @@ def test_the_page_tells_the_gaps_of_each_seed() -> None:
     page = " ".join(evidence.PAGES[0].read_text(encoding="utf-8").split())
     assert max(map(abs, apart["fp8-current"])) <= 0.15
     assert "By `fp8-current` each seed ended within 0.15 % of bf16's" in page
-    current, never = (next(g for g in gaps.gaps(found) if g.title == title) for title in ("fp8-current", "nvfp4"))
+    shown = {gap.title: gap for gap in gaps.gaps(found)}
+    current = shown["fp8-current"]
     assert current.mean is not None
     assert current.half is not None
     assert f"leaves out every gap above {100 * (current.mean + current.half):.2f} %" in page
-    for title, words in {"mxfp8": "By `mxfp8` the gaps", "nvfp4": "By `nvfp4` they"}.items():
+    told = {
+        "mxfp8": "By `mxfp8` the gaps",
+        "fp8-delayed": "and by `fp8-delayed`",
+        "mxfp8-fwd-nvfp4-bwd": "By `mxfp8-fwd-nvfp4-bwd` they",
+        "nvfp4-late-switch": "by `nvfp4-late-switch`",
+        "nvfp4": "and by `nvfp4`",
+    }
+    for title, words in told.items():
         first, second, third = (f"{gap:+.2f}" for gap in apart[title])
-        assert f"{words} were {first}, {second} and {third} %" in page
-    assert never.verdict == "worse"  # "which shows one"
-    readme = " ".join((evidence.DOCS.parent / "README.md").read_text(encoding="utf-8").split())
-    for one in (g for g in gaps.gaps(found) if g.title in ("fp8-current", "mxfp8", "nvfp4")):
+        assert re.search(rf"{words}(?: were)? {re.escape(f'{first}, {second} and {third}')} %", page), title
+    # "too far apart … to show a gap", and "which shows a gap of each"
+    assert [shown[title].verdict for title in told] == ["nothing"] * 2 + ["worse"] * 3
+    for title, text in (
+        *((title, README) for title in ("fp8-current", "mxfp8", "mxfp8-fwd-nvfp4-bwd", "nvfp4")),
+        ("mxfp8-fwd-nvfp4-bwd", page),
+    ):
+        one = shown[title]
         assert one.mean is not None
         assert one.half is not None
-        assert f"{100 * one.mean:+.2f} ± {100 * one.half:.2f} %" in readme
-        assert one.seeds == 3  # "three paired seeds"
-    for title in ("mxfp8-fwd-nvfp4-bwd", "nvfp4-late-switch"):
-        low, high = (f"{gap:.2f}" for gap in apart[title])
-        assert f"by {low} and {high} % by `{title}`" in page
-    closed = [1 - late / never for late, never in zip(apart["nvfp4-late-switch"], apart["nvfp4"], strict=False)]
-    first, second = (f"{100 * share:.0f}" for share in closed)
-    assert f"so closed {first} and {second} % of the gap" in page
+        assert f"{100 * one.mean:+.2f} ± {100 * one.half:.2f} %" in text
+    assert {one.seeds for one in shown.values()} == {3}  # "three paired seeds"
+    for title, words in {
+        "nvfp4-late-switch": "and so closed {}, {} and {} % of the gap",
+        "mxfp8-fwd-nvfp4-bwd": "the shares were {}, {} and {} %",
+    }.items():
+        closed = [1 - own / never for own, never in zip(apart[title], apart["nvfp4"], strict=True)]
+        assert words.format(*(f"{100 * share:.0f}" for share in closed)) in page
 
 
 def test_sentences_have_the_intervals_of_the_tables() -> None:
