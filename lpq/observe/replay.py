@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lpq.nn.eagerly import run_eagerly
 from lpq.nn.first_argument import check_model
@@ -157,6 +158,7 @@ class Replay:
         calls: dict[int, int] = {}
         with ExitStack() as stack:
             stack.enter_context(run_eagerly())
+            stack.callback(register_optimizer_step_pre_hook(self._refuse_step).remove)
             for layer in self.layers:
                 for hook in self._hooks(layer, calls):
                     stack.callback(hook.remove)
@@ -169,6 +171,14 @@ class Replay:
                 f"the closure of a replay returned {given}: it must return the loss of the step, a number"
             )
         return float(loss.detach() if isinstance(loss, Tensor) else loss), gradients
+
+    def _refuse_step(self, optimizer: Optimizer, *_: object) -> None:
+        ours = {id(parameter) for parameter in self._parameters}
+        if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+            raise NumericsError(
+                "the closure of a replay steps an optimizer, so each replay would train the model: it runs forward and "
+                "backward alone, and no hook of a gradient may step an optimizer either"
+            )
 
     def _hooks(self, layer: StatefulLayer, calls: dict[int, int]) -> Iterator[Any]:
         def align(*_: Any) -> None:

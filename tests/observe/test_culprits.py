@@ -276,6 +276,28 @@ def test_a_model_without_layers_and_a_closure_without_backward_are_refused() -> 
         lpq.observe.culprits(net, closure_of(net, x), before=lpq.observe.Before(model()))
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_closure_that_steps_an_optimizer_is_refused(in_backward: bool) -> None:
+    """Each replay would train the model."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    weights = [parameter.detach().clone() for parameter in net.parameters()]
+    if in_backward:
+        net[0].layer.bias.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+
+    def closure() -> Tensor:
+        loss: Tensor = net(batch()).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        (other if in_backward else optimizer).step()
+        return loss
+
+    with pytest.raises(NumericsError, match="steps an optimizer, so each replay would train the model"):
+        lpq.observe.culprits(net, closure)
+    assert all(torch.equal(a, b) for a, b in zip(weights, net.parameters(), strict=True))
+    optimizer.step()  # control: behind it all is as before
+
+
 def test_a_promotion_of_another_model_or_in_the_past_is_refused() -> None:
     net = model()
     found = lpq.observe.culprits(net, closure_of(net, batch()), most=1)
