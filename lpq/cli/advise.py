@@ -90,8 +90,9 @@ def advise(
     built = on_meta(model, "MODEL")
     blocks = _blocks(built)
     memories = {"bf16": observe.memory(built, world, blocks=blocks, param_dtype=torch.bfloat16)}
+    warned: list[str] = []
     for text in recipes:
-        _convert(built, text, world)
+        warned += _convert(built, text, world)
         memories[text] = observe.memory(built, world, blocks=blocks, param_dtype=torch.bfloat16)
     sizes = layer_sizes(built, tokens, chosen)
     groups = [_predicted(card, *group, recipes) for group in alike(sizes) if group.size]
@@ -114,7 +115,7 @@ def advise(
     line = _line(groups, best, slow, skipped, gathered[best] < gathered["bf16"])
     if line is not None:
         _convert(built, _policy(best, skipped), world)  # so that what is pasted is known to work
-    sentences = [provenance(card), *_reasons(card, recipes, groups, best, slow, line)]
+    sentences = [provenance(card), *dict.fromkeys(warned), *_reasons(card, recipes, groups, best, slow, line)]
     sentences += [text for text in (_too_large(card, memories["bf16"]), unknown) if text]
     if json:
         as_json(
@@ -161,10 +162,12 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return [block for blocks in lists if id(blocks) not in inside for block in blocks]
 
 
-def _convert(model: nn.Module, policy: str | dict[str, Any], world: int) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what is left out is said in words below
+def _convert(model: nn.Module, policy: str | dict[str, Any], world: int) -> list[str]:
+    """Convert a model, and return what ``lpq.convert`` warns of, as of layers that it does not reach."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         lpq.convert(model, policy, weights="high_precision" if world > 1 else None)
+    return [text for one in warned if (text := str(one.message)).startswith("lpq.")]
 
 
 def _predicted(

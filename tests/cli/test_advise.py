@@ -175,6 +175,22 @@ def test_sizes_that_are_multiplied_in_bf16_are_told_and_left_out(
     assert said.startswith("0: inputs, outputs or tokens")
 
 
+class Beside(nn.Module):
+    """A layer beside matrices that no layer of lpq reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.own = nn.Linear(8192, 8192), nn.Parameter(torch.empty(3, 8192, 8192))
+
+
+def test_what_is_not_reached_is_told(lpq: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    arguments = ("--gpu", "h100", "--recipe", "fp8-current", "--recipe", "fp8-row")
+    (said,) = [text for text in advised(lpq, "test_advise:Beside", *arguments)["remarks"] if "lpq.convert:" in text]
+    assert said.startswith("lpq.convert: 25 % of the matrix parameters are converted")
+    assert not any("lpq.convert:" in text for text in advised(lpq, "llama-3-8b", *arguments)["remarks"])
+
+
 class Transposed(nn.Module):
     """Wide layers of weights ``[in, out]``, which FSDP2 gathers as they are."""
 
