@@ -31,7 +31,7 @@ from lpq.observe.operands import SomeRows, some_rows
 from lpq.observe.readings import NumericsError, Readings, check_whole
 from lpq.observe.replays import Replays
 from lpq.observe.shards import shards
-from lpq.observe.sharing import device_of, is_shared
+from lpq.observe.sharing import device_of, is_shared, refuse_inside
 from lpq.observe.statistics import Question, statistics
 from lpq.observe.sums import SUMS, Reading, reading_of
 from lpq.operations.reduce_statistics import reduce_sum
@@ -200,6 +200,7 @@ class Numerics(Readings):
         """Take the sums of a tensor, of each of its groups if it has some."""
         if tensor.name == "y" or self._now is None or (id(tensor.layer), tensor.stack) not in self._names:
             return
+        refuse_inside("numerics", self._ranks.size > 1)
         self._any_tensor = True
         if isinstance(tensor.given, QuantizedTensor):
             return  # nobody has the values that were rounded

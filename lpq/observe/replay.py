@@ -19,7 +19,7 @@ from lpq.nn.eagerly import run_eagerly
 from lpq.nn.first_argument import check_model
 from lpq.nn.stateful_layer import StatefulLayer, give_recipes
 from lpq.observe.readings import NumericsError
-from lpq.observe.sharing import device_of
+from lpq.observe.sharing import device_of, is_shared, refuse_inside
 from lpq.recipes import Recipe
 from lpq.registry.showing import brief
 from lpq.torch_private.tensors import local_part
@@ -125,7 +125,7 @@ class Replay:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self.layers = {m: m.recipe for m in model.modules() if isinstance(m, StatefulLayer) and m.recipe is not None}
         """The layers that have a recipe, with these."""
-        self._model = model
+        self._model, self._is_shared = model, is_shared(model)
         self.in_main_grad = {m.model for m in self.layers if m.model.accumulate == "main_grad"}
         """The models that add gradients of weights to tensors of the user, which keep what the step added."""
         self._bits: dict[tuple[int, int], Bits] = {}
@@ -182,6 +182,7 @@ class Replay:
 
     def _hooks(self, layer: StatefulLayer, calls: dict[int, int]) -> Iterator[Any]:
         def align(*_: Any) -> None:
+            refuse_inside("the replay", self._is_shared)
             number = calls[id(layer)] = calls.get(id(layer), 0) + 1
             bits = self._bits.setdefault((id(layer), number), self._before.bits())
             self._before.set_bits(bits)

@@ -7,11 +7,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as Replicas
 
+from lpq.observe.readings import NumericsError
+from lpq.torch_private.distributed import active_replica
+
 
 def is_shared(model: nn.Module) -> bool:
     """Whether ranks share the model: its parameters lie over a mesh, or it has replicas."""
     over_a_mesh = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     return over_a_mesh or any(isinstance(module, Replicas) for module in model.modules())
+
+
+def refuse_inside(owner: str, shared: bool) -> None:
+    """Raise an error in a forward of replicas where ``owner`` got no more than the module inside of their wrapper."""
+    wrapper = None if shared else active_replica()
+    if wrapper is not None and wrapper.process_group.size() > 1:
+        raise NumericsError(
+            f"{owner}: the model is inside of a DistributedDataParallel, and each rank would count its own batches "
+            "alone: give the DistributedDataParallel in place of the module inside"
+        )
 
 
 def device_of(parameter: Tensor) -> torch.device:

@@ -12,10 +12,12 @@ from ranks import agreed, fully_shard, mesh_of, of_all, on_one, on_ranks
 from support.small_models import Experts, Gated, gated_plan
 from torch import Tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import lpq
 from lpq.distributed import meeting
 from lpq.distributed.expert_parallel import ExpertParallel
+from lpq.observe.readings import NumericsError
 
 WIDTH, INNER, BATCH, TOKENS, RANKS = 64, 256, 2, 64, 2
 Found = dict[str, dict[str, float]]
@@ -70,6 +72,24 @@ def test_ranks_of_fsdp2_have_the_statistics_of_all(rank: int, ranks: int, recipe
     assert len(found) == 3 * 7
     for one in of_all(found):
         assert one == found
+
+
+@on_ranks(RANKS)
+def test_replicas_have_the_statistics_of_all_by_their_wrapper(rank: int) -> None:
+    """By the module inside of it each rank would have its own, and write them to the file of all."""
+    net = model("mxfp8")
+    run: Any = DistributedDataParallel(net)
+    found = {title.removeprefix("module."): one for title, one in watched(run, batches_of(RANKS)[rank]).items()}
+    alike(found, on_one(lambda: watched(model("mxfp8"), *batches_of(RANKS))))
+    watch = lpq.observe.numerics(net, every=1)
+    with (
+        pytest.raises(NumericsError, match=r"numerics: the model is inside of a Distr.*: give the Distr"),
+        watch.step(),
+    ):
+        run(batches_of(RANKS)[rank][0])
+    with pytest.raises(NumericsError, match=r"the replay: the model is inside of a Distr.*: give the Distr"):
+        lpq.observe.culprits(net, lambda: run(batches_of(RANKS)[rank][0]).sum())
+    net(batches_of(RANKS)[rank][0])  # control: a pass of this rank alone
 
 
 @on_ranks(RANKS)
