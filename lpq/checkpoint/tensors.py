@@ -176,15 +176,15 @@ def _placement(
     """The placement of a buffer, by the placement of its quantized tensor along the same dimension of a mesh."""
     if isinstance(placement, Replicate):
         return placement
-    if first and type(placement) is Shard and placement.dim == 0:
-        return placement  # whole matrices
+    by_rows = tensor.dim() > 1 and getattr(placement, "dim", None) == 0
+    if by_rows and (first or (direction == "row" and not stack)):
+        return placement if first or buffer.unit(0) is not None else Replicate()
     if stack or type(placement) is not Shard or placement.dim not in (0, tensor.dim() - 1):
         raise CheckpointError(
             f"{tensor_name(name)} is quantized and placed by {placement}: shard it along its first or its last "
             "dimension"
         )
-    dim = 1 if placement.dim == tensor.dim() - 1 else 0
-    dim = dim if direction == "row" else 1 - dim
+    dim = int(direction == "row" or by_rows)
     return Replicate() if buffer.unit(dim) is None else Shard(dim + first)
 
 

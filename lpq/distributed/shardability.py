@@ -85,13 +85,13 @@ def why_not_placed(quantizer: Quantizer, tensor: DTensor) -> str | None:
     """Why the row operands of parts of a tensor, which is placed over ranks, are no parts of the whole row operand;
     None if they are. Parts may be of different sizes."""
     sharded = [(p, n) for p, n in zip(tensor.placements, tensor.device_mesh.shape, strict=True) if not p.is_replicate()]
-    last, dims = tensor.dim() - 1, set()
-    for placement, ranks in sharded:
-        if type(placement) is not Shard or placement.dim not in (0, last) or placement.dim in dims:
+    cuts = [getattr(p, "dim", None) for p, _ in sharded]  # another class than Shard has it where two cut one dimension
+    for (placement, ranks), cut in zip(sharded, cuts, strict=True):
+        once = type(placement) is Shard and cuts.count(cut) == 1
+        if cut not in (0, tensor.dim() - 1) or (cut and not once):
             return f"it is placed by {placement}, and neither by its first dimension nor by its last"
-        dims.add(placement.dim)
-        dim, size = int(placement.dim == last), tensor.shape[placement.dim]
-        per_rank = -(-size // ranks) * (1 if dim else math.prod(tensor.shape[1:-1]))
+        dim, size = int(cut == tensor.dim() - 1), tensor.shape[cut]
+        per_rank = (-(-size // ranks) if once else 1) * (1 if dim else math.prod(tensor.shape[1:-1]))
         if ranks > 1 and (reason := why_cut([(quantizer, dim)], per_rank, DIMENSIONS[dim])) is not None:
             return reason
         common = [stat.name for stat in quantizer.stats if stat.block[dim] is None]

@@ -14,7 +14,8 @@ from ranks import agreed, fully_shard, mesh_of, on_ranks, spawn
 from sharded import How, give_gradients, same_weights, train
 from support.comparing import equal_states
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import SGD, AdamW, Muon, NAdam, Optimizer
 
 import lpq
@@ -154,6 +155,52 @@ def test_columns_that_tensor_parallelism_shares_out(rank: int) -> None:
     narrow = nn.Parameter(distribute_tensor(value[:, :128], mesh_of(), [Shard(1)], src_data_rank=None))
     said = agreed(lambda: QuantizedStates(AdamW([narrow]), **ADAM))
     assert "shards of 64 columns cut the blocks of 128" in said[0]
+
+
+class _Shared(nn.Module):
+    """Two layers of which tensor parallelism cuts rows and columns, and FSDP2 the rows once more."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False)
+        if shared:
+            mesh = mesh_of("fsdp", "tensor")
+            parallelize_module(self, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            fully_shard(self, mesh=mesh["fsdp"])
+
+    def optimizer(self, steps: int) -> QuantizedStates:
+        optimizer = QuantizedStates(AdamW(self.parameters(), lr=1e-2), **ADAM)
+        random = torch.Generator().manual_seed(1)
+        for _ in range(steps):
+            for p in self.parameters():
+                p.grad = torch.randn(p.shape, generator=random)
+                if isinstance(p, DTensor):
+                    whole = DTensor.from_local(p.grad, p.device_mesh, [Replicate()] * 2, run_check=False)
+                    p.grad = whole.redistribute(placements=p.placements)
+            optimizer.step()
+        return optimizer
+
+
+def _on_four(rank: int, path: Path) -> None:
+    alone, net, other = (_Shared(shared) for shared in (False, True, True))
+    its, optimizer, loaded = alone.optimizer(2), net.optimizer(2), other.optimizer(0)
+    lpq.checkpoint.save(net, path, optimizer)
+    lpq.checkpoint.load(other, path, loaded)
+    for one, states in ((net, optimizer), (other, loaded)):
+        assert equal_states(_weights(one), _weights(alone))
+        assert equal_states(_states(one, states), _states(alone, its))
+    with pytest.raises(ValueError, match="its statistic 'amax' is of more than a part"):
+        QuantizedStates(AdamW(net.parameters()), exp_avg="fp8")
+
+
+@pytest.mark.filterwarnings("ignore:QuantizedStates stores")
+def test_states_that_fsdp2_and_tensor_parallelism_cut_are_those_of_the_whole(tmp_path: Path) -> None:
+    spawn(_on_four, 4, tmp_path / "four")
+    alone, net = (_Shared(shared=False) for _ in range(2))
+    its, optimizer = alone.optimizer(2), net.optimizer(0)
+    lpq.checkpoint.load(net, tmp_path / "four", optimizer)
+    assert equal_states(_weights(net) | _states(net, optimizer), _weights(alone) | _states(alone, its))
 
 
 def _trained(net: nn.Module, case: str, stored: bool, steps: int = 2) -> Any:
