@@ -132,7 +132,7 @@ class Numerics(Readings):
         super().__init__(first=step)
         self.every, self.number = every, step
         """The number of the step that is under way, or that comes next."""
-        self._names, self._rows, self._ranks, self._turn = names, rows, ranks, 0
+        self._names, self._rows, self._ranks = names, rows, ranks
         watched = {layer for layer, _ in names}
         self._layers = [m for m in model.modules() if isinstance(m, StatefulLayer) and id(m) in watched]
         self._other = None if other is None else (other.title, Plan.of(other))
@@ -190,7 +190,6 @@ class Numerics(Readings):
                 f"no layer told of a tensor in step {self.number}: a CUDA graph that is replayed tells nobody, and "
                 "neither does a step that leaves the layers out; watch passes that no graph replays"
             )
-        self._turn += 1
         self.number += 1
         if self._all_came():
             self._pending.append(self._over_ranks(self._of_slots(now, formats)))
@@ -212,7 +211,7 @@ class Numerics(Readings):
                     self._observe(part.under(getattr(plan, part.name)), title)
 
     def _observe(self, tensor: Observed, recipe: str) -> None:
-        rows = some_rows(tensor, self._rows, self._turn)
+        rows = some_rows(tensor, self._rows, self.number // self.every)
         if rows is None:
             return
         key, tokens, of_input = (id(tensor.of_pass), tensor.group, recipe), _tokens(tensor, rows), None

@@ -49,6 +49,19 @@ def test_a_resumed_run_goes_on_in_its_file(tmp_path: Path) -> None:
         lpq.observe.Readings.read(tmp_path / "none")
 
 
+def test_a_resumed_run_looks_at_the_rows_of_the_run_that_was_not_cut_off() -> None:
+    net, x = model("mxfp8"), torch.randn(512, 64)
+
+    def watched(first: int) -> list[Reading]:
+        watch = lpq.observe.numerics(net, every=2, rows=128, step=first)
+        for _ in range(first, 5):
+            with watch.step():
+                net(x).square().mean().backward()
+        return [one for one in watch.readings() if one.step == 4]
+
+    assert watched(2) == watched(0)
+
+
 @pytest.mark.parametrize("left", [1, 40, 4000])
 def test_a_file_that_a_killed_process_left_is_read_up_to_its_last_whole_line(left: int, tmp_path: Path) -> None:
     net, path = model(), tmp_path / "numerics.jsonl"
