@@ -249,6 +249,8 @@ class QuantizedStates(Wrapper):
                     others[form.key] = own
                 else:
                     state[name] = _value(own, form.second)
+            elif form.second and isinstance(root := state.pop(form.key, None), Tensor):  # torch decodes what it gathers
+                state[name] = root.float().square().to(root.dtype)
         self._store(state, {})
         state.update(others)
 

@@ -14,6 +14,11 @@ from ranks import agreed, fully_shard, mesh_of, on_ranks, spawn
 from sharded import How, give_gradients, same_weights, train
 from support.comparing import equal_states
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import SGD, AdamW, Muon, NAdam, Optimizer
@@ -22,6 +27,8 @@ import lpq
 from lpq.checkpoint.tensors import parts as saved_parts
 from lpq.checkpoint.tensors import whole as gathered
 from lpq.optim import MasterWeights, QuantizedStates
+from lpq.tensor import QuantizedTensor
+from lpq.torch_private.tensors import local_part
 
 SECOND = "fp8(scaling=block, pow2=false)"
 ADAM = {"exp_avg": "mxfp8", "exp_avg_sq": SECOND}
@@ -155,6 +162,26 @@ def test_columns_that_tensor_parallelism_shares_out(rank: int) -> None:
     narrow = nn.Parameter(distribute_tensor(value[:, :128], mesh_of(), [Shard(1)], src_data_rank=None))
     said = agreed(lambda: QuantizedStates(AdamW([narrow]), **ADAM))
     assert "shards of 64 columns cut the blocks of 128" in said[0]
+
+
+@pytest.mark.filterwarnings("ignore::lpq.tensor.PrecisionWarning")
+@on_ranks(2)
+def test_whole_states_that_torch_decodes_are_encoded_again(rank: int) -> None:
+    net = fully_shard(_model())
+    optimizer = _trained(net, "blocks", stored=False)
+    state = get_optimizer_state_dict(net, optimizer, options=StateDictOptions(full_state_dict=True))
+    assert type(state["state"]["1.weight"]["exp_avg_sq_root"]) is Tensor
+    net.zero_grad()
+    other = _optimizer(net)
+    set_optimizer_state_dict(net, other, state, options=StateDictOptions(full_state_dict=True))
+    for p, its in other.state.items():
+        assert its.keys() == optimizer.state[p].keys()
+        for key in its:
+            mine, theirs = (local_part(one[key]) for one in (its, optimizer.state[p]))
+            assert type(mine) is type(theirs), key
+            values = [v.dequantize() if isinstance(v, QuantizedTensor) else v for v in (mine, theirs)]
+            torch.testing.assert_close(*values, rtol=1e-6, atol=0)
+    _step(net, other)
 
 
 class _Shared(nn.Module):
