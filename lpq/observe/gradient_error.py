@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lpq.distributed.ranks import Ranks
 from lpq.nn.stateful_layer import StatefulLayer
@@ -35,6 +36,14 @@ class OverRanks:
         group: Any = self._ranks.group or dist.group.WORLD if self._ranks.size > 1 else None
         return float(total if group is None else reduce_sum([total], group)[0])
 
+    def share(self, parameter: Any) -> float:
+        """The part of a parameter's sum that a rank adds: the ranks that have the same part of it share the sum."""
+        parts = 1
+        if isinstance(parameter, DTensor):
+            dims = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+            parts = math.prod(size for placement, size in dims if not placement.is_replicate())
+        return parts / self._ranks.size
+
     def mean(self, value: float) -> float:
         """Return the mean over the ranks, each of which has a value of its own, as the loss of its share of a batch."""
         return self.sum([torch.tensor(value, dtype=torch.float64)]) / self._ranks.size
@@ -52,7 +61,8 @@ class GradientError:
         self.loss = ranks.mean(sum(loss for loss, _ in runs) / len(runs))
         """The exact loss, of all ranks."""
         self._exact = _mean([gradients for _, gradients in runs])
-        self.size = math.sqrt(ranks.sum([g.double().square().sum() for g in self._exact]))
+        self._shares = [ranks.share(parameter) for parameter in replays[0].parameters]
+        self.size = self._length(self._exact)
         """The length of the exact gradients."""
 
     def of(self, parts: Parts) -> float:
@@ -62,11 +72,15 @@ class GradientError:
     def between(self, runs: Sequence[Sequence[Tensor]]) -> float:
         """Return the error of the gradients of each replay: infinite where they are not finite, and where only the
         exact ones are all 0."""
-        pairs = zip(_mean(runs), self._exact, strict=True)
-        value = self._ranks.sum([(a.double() - b.double()).square().sum() for a, b in pairs])
-        if value == 0:
+        length = self._length([a.double() - b.double() for a, b in zip(_mean(runs), self._exact, strict=True)])
+        if length == 0:
             return 0.0
-        return math.sqrt(value) / self.size if math.isfinite(value) and self.size else math.inf
+        return length / self.size if math.isfinite(length) and self.size else math.inf
+
+    def _length(self, gradients: Sequence[Tensor]) -> float:
+        """The length of gradients of which each rank has some parts."""
+        of_parts = zip(gradients, self._shares, strict=True)
+        return math.sqrt(self._ranks.sum([g.double().square().sum() * share for g, share in of_parts]))
 
 
 def _mean(runs: Sequence[Sequence[Tensor]]) -> list[Tensor]:

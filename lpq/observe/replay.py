@@ -122,7 +122,7 @@ class Replay:
                 f"before= is of another model than {type(model).__name__}, or of this one before its layers were "
                 "replaced: make lpq.observe.Before(model) where the step begins"
             )
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.layers = {m: m.recipe for m in model.modules() if isinstance(m, StatefulLayer) and m.recipe is not None}
         """The layers that have a recipe, with these."""
         self._model, self._is_shared = model, is_shared(model)
@@ -135,7 +135,7 @@ class Replay:
     def running(self) -> Iterator[None]:
         """Have runs inside; put all back behind them."""
         now = Before(self._model)
-        with kept_gradients(self._parameters):
+        with kept_gradients(self.parameters):
             try:
                 for one in self.in_main_grad:
                     one.accumulate = "grad"
@@ -153,7 +153,7 @@ class Replay:
         give others to the layers behind it."""
         give_recipes({**self.layers, **recipes})
         self._before.restore()
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.grad = None
         calls: dict[int, int] = {}
         with ExitStack() as stack:
@@ -164,7 +164,7 @@ class Replay:
                     stack.callback(hook.remove)
             loss = self._closure()
         zero = torch.zeros(())
-        gradients = [zero if p.grad is None else local_part(p.grad).detach().clone() for p in self._parameters]
+        gradients = [zero if p.grad is None else local_part(p.grad).detach().clone() for p in self.parameters]
         if not isinstance(loss, Tensor | int | float) or (isinstance(loss, Tensor) and loss.numel() != 1):
             given = f"a tensor of shape {[*loss.shape]}" if isinstance(loss, Tensor) else brief(loss)
             raise NumericsError(
@@ -173,7 +173,7 @@ class Replay:
         return float(loss.detach() if isinstance(loss, Tensor) else loss), gradients
 
     def _refuse_step(self, optimizer: Optimizer, *_: object) -> None:
-        ours = {id(parameter) for parameter in self._parameters}
+        ours = {id(parameter) for parameter in self.parameters}
         if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
             raise NumericsError(
                 "the closure of a replay steps an optimizer, so each replay would train the model: it runs forward and "

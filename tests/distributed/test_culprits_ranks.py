@@ -218,6 +218,16 @@ def test_ranks_find_what_one_process_finds_of_all_their_batches(rank: int, ranks
 
 
 @on_ranks(2)
+def test_weights_that_are_whole_on_each_rank_count_once(rank: int) -> None:
+    """Beside shards, of which each rank has its own."""
+    net = planted("mxfp8")
+    for block in net[:2]:
+        fully_shard(block)
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+    assert numbers(net, x) == pytest.approx(on_one(lambda: numbers(planted("mxfp8"), x)), rel=1e-5)
+
+
+@on_ranks(2)
 def test_ranks_of_fsdp2_search_as_one(rank: int) -> None:
     """The planted layer's product stays exact, and all ranks have the same errors."""
     net = sharded(planted("fp8-current"))
