@@ -329,7 +329,7 @@ def train(job: TrainingJob, stop: Callable[[], int], say: Say, show: Show) -> No
         settings={**trainings.shared(config)},
         source=text.source,
         text=text.digest,
-        losses=[round(r["loss"], DIGITS) for r in records],
+        losses=[round(loss, DIGITS) for loss in trainer.losses],
         held_out=[(r["step"], round(r["held_out_loss"], DIGITS)) for r in records if "held_out_loss" in r],
         diverged=diverged,
         step_seconds=median(r["seconds"] for r in records) if records else math.nan,
