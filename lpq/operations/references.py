@@ -14,6 +14,7 @@ from lpq.operations.format_calls import encoded_by, transpose_reference
 from lpq.operations.measuring import measure_reference
 from lpq.operations.operators import unaliased
 from lpq.operations.sides import shared
+from lpq.torch_private.dispatch import autocasts
 
 
 def quantize_reference(
@@ -63,6 +64,9 @@ def _named(side: Quantizer, stats: Sequence[Tensor | None]) -> dict[str, Tensor]
 
 
 def plain_gemm(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if autocasts() and not a.is_meta and torch.is_autocast_enabled(a.device.type):  # it would round what is multiplied
+        with torch.autocast(a.device.type, enabled=False):
+            return plain_gemm(a, b, bias, dtype)
     common = torch.promote_types(a.dtype, b.dtype)
     bias = bias.to(common) if bias is not None else None
     product = torch.nn.functional.linear(a.to(common), b.to(common), bias)
@@ -73,15 +77,7 @@ def plain_gemm(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) ->
 def gemm_reference(
     a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool = False
 ) -> Tensor:
-    """Compute ``decode(a) @ decode(b)ᵀ + bias``, summed in fp32.
-
-    Args:
-        a: The left operand.
-        b: The right operand.
-        bias: One number for each row of ``b``, or None.
-        dtype: The dtype of the result.
-        fast_accumulate: Whether a kernel may sum in less than fp32; the reference never does.
-    """
+    """Compute ``decode(a) @ decode(b)ᵀ + bias`` as ``gemm`` does, always summed in fp32."""
     if a.quantizer.basis == b.quantizer.basis:  # a rotation of both drops out of the product
         left, right = a.decode_rotated(), b.decode_rotated()
     else:

@@ -290,6 +290,30 @@ def test_autocast_does_not_reach_into_the_products() -> None:
     assert equal(step(eager, drawn(24, 48), autocast), found)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("recipe", ["bf16", "identity", "fprop=mxfp8, dgrad=identity, wgrad=bf16", "nvfp4"])
+def test_autocast_does_not_reach_into_the_products_of_backward(recipe: str, dtype: torch.dtype) -> None:
+    """It is on where backward is called inside of it, and would round operands that are ordinary matrices."""
+    modules = layer(recipe), layer(recipe)
+    for module, casts in zip(modules, (True, False), strict=True):
+        x = drawn(24, 48).requires_grad_()
+        torch.manual_seed(3)
+        y = module(x)
+        with torch.autocast("cpu", dtype, enabled=casts):
+            y.backward(torch.full_like(y, 1 / 3))
+        module.of_x = x.grad
+    mine, theirs = ([module.of_x, *(p.grad for p in module.parameters())] for module in modules)
+    assert equal(mine, theirs)
+
+
+def test_a_product_of_ordinary_matrices_is_not_rounded_by_autocast() -> None:
+    a, b = (lpq.quantizer("identity").quantize(drawn(rows, 48)).row for rows in (24, 32))
+    product = lpq.gemm(a, b)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(lpq.gemm(a, b), product)
+        assert not torch.equal(a.data @ b.data.t(), product)  # control
+
+
 def test_a_checkpoint_without_the_state_starts_it_afresh() -> None:
     module = layer("fp8-delayed")
     module(torch.randn(8, 48)).sum().backward()
