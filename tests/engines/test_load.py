@@ -105,6 +105,18 @@ def test_static_scales_of_inputs_are_used(tmp_path: Path) -> None:
     assert equal_states(tensors(tmp_path / "x"), tensors(tmp_path / "y"))
 
 
+@pytest.mark.parametrize(("x", "noted"), [("mxfp4(scale=even)", False), ("mxfp4()", True), ("mxfp4(scale=ceil)", True)])
+def test_the_record_notes_inputs_whose_scales_engines_round_otherwise(x: str, noted: bool, tmp_path: Path) -> None:
+    """Layers that are loaded encode as engines do, so they compute what was trained where there is no note."""
+    model: Any = lpq.convert(Net(), f"x={x}, w=mxfp4, dy=bf16")
+    made = lpq.export(model, tmp_path, layout="compressed-tensors")
+    assert "4 layers: MXFP4, inputs mxfp4(scale=even)" in str(made)
+    assert bool([note for note in made.notes if "scale of each block of these inputs" in note]) == noted
+    read: Any = lpq.load_quantized(Net(), tmp_path)
+    with torch.no_grad():
+        assert torch.equal(read(TOKENS), model(TOKENS)) != noted
+
+
 def test_layers_that_share_a_history_get_each_its_own(tmp_path: Path) -> None:
     model: Any = lpq.convert(Net(), "fp8-delayed")
     model(TOKENS).sum().backward()

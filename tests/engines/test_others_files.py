@@ -94,6 +94,26 @@ def test_a_model_that_others_quantized_is_read_as_they_read_it(preset: str, tmp_
         assert torch.equal(expected.view(torch.uint8), after[name].view(torch.uint8)), name
 
 
+@pytest.mark.parametrize("preset", ["MXFP8", "MXFP4"])
+def test_inputs_are_encoded_as_they_encode_them(preset: str, tmp_path: Path) -> None:
+    """Bit for bit, where their scales are powers of two; control: values at which the rules of scales differ."""
+    from compressed_tensors.quantization import preset_name_to_scheme
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+
+    saved_by_others(preset, tmp_path)
+    read = lpq.load_quantized(llama(), tmp_path)
+    x = torch.randn(32, 256, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
+    how = preset_name_to_scheme(preset, ["Linear"]).input_activations
+    theirs = fake_quantize(x[None], *compute_dynamic_scales_and_zp(x[None], how, torch.nn.Module()), how)[0]
+    for layer in layers(read).values():
+        assert torch.equal(layer.recipe.x.side("row").quantize(x, col=False).dequantize(), theirs)
+    if preset == "MXFP4":
+        for scale in ("floor", "ceil"):
+            other = lpq.quantizer("mxfp4", scale=scale).quantize(x, col=False).dequantize()
+            assert not torch.equal(other, theirs)
+
+
 FINE_GRAINED: dict[str, dict[str, Any]] = {
     "FP8 per block": {},
     "FP8 per block, powers of two": {"scale_fmt": "ue8m0"},

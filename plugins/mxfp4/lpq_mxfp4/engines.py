@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,17 @@ from lpq_mxfp4.storage import MXFP4Storage
 def _serves(quantizer: Any) -> bool:
     """Operands that are not rotated; how they were rounded does not matter."""
     return isinstance(quantizer, MXFP4Quantizer) and not quantizer.rht
+
+
+def _serves_inputs(quantizer: Any) -> bool:
+    return _serves(quantizer) and quantizer.scale == "even"
+
+
+def _other_scales(rows: int, cols: int, dtype: str) -> str:
+    return (
+        "engines round the scale of each block of these inputs to even, and training by another rule: with "
+        "x=mxfp4(scale=even) in fprop, training encodes them as engines do"
+    )
 
 
 def _write(storage: MXFP4Storage) -> Sequence[Tensor]:
@@ -38,6 +50,7 @@ def _args(dynamic: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
+INPUTS = Inputs(serves=_serves_inputs, quantizer="mxfp4(scale=even)", config={"input_activations": _args(True)})
 SCHEMES = (
     Scheme(
         layout="compressed-tensors",
@@ -54,7 +67,7 @@ SCHEMES = (
         ),
         write=_write,
         read=_read,
-        inputs=(Inputs(serves=_serves, quantizer="mxfp4", config={"input_activations": _args(True)}),),
+        inputs=(INPUTS, replace(INPUTS, serves=_serves, remark=_other_scales)),
         readers=("vLLM", "transformers"),
         why_not=_why_not,
         remark=decoded_in_bf16,
