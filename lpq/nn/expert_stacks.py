@@ -113,7 +113,7 @@ def names_in_files(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     convert = _reverts(model)
     if convert is None:
         return {}
-    numbers = {name: torch.full(SMALL, float(i)) for i, name in enumerate(names)}  # which show where each one went
+    numbers = {name: torch.full(SMALL, i, dtype=torch.float64) for i, name in enumerate(names)}  # to see where they go
     by_name: dict[str, list[str]] = {}
     for in_files, value in convert(model, numbers).items():
         for number in value.unique().tolist():

@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 import lpq
 from lpq.checkpoint import CheckpointError
 from lpq.distributed.expert_parallel import ExpertParallel
-from lpq.nn import GroupedLinear
-from lpq.nn.expert_stacks import counted, numbered
+from lpq.nn import GroupedLinear, expert_stacks
+from lpq.nn.expert_stacks import counted, names_in_files, numbered
 
 pytestmark = pytest.mark.usefixtures("quiet")
 COUNT, WIDTH, INNER = 4, 64, 128
@@ -354,3 +354,19 @@ def test_a_layer_has_a_name_of_its_own_below_the_module_that_holds_it(name: str,
     found = numbered((counted(name),), 3)
     assert found[0] == (first,)
     assert len({*found}) == 3
+
+
+def test_names_in_files_are_found_for_many_tensors_whatever_the_default_dtype_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = [f"layers.{i}.weight" for i in range(300)]
+
+    def in_files(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {f"model.{name}": value for name, value in state.items()}
+
+    monkeypatch.setattr(expert_stacks, "_reverts", lambda model: in_files)
+    torch.set_default_dtype(torch.bfloat16)  # which has no number for 257
+    try:
+        assert names_in_files(nn.Module(), names) == {name: f"model.{name}" for name in names}
+    finally:
+        torch.set_default_dtype(torch.float32)
