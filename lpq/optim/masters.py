@@ -134,7 +134,7 @@ class MasterWeights(Wrapper):
         attach(weight)
         state = self.optimizer.state.pop(weight, None)
         with torch.no_grad():
-            without_memory = torch.full((), torch.nan, device=stored.device).expand(stored.shape)
+            without_memory = torch.full((), torch.nan, dtype=torch.float32, device=stored.device).expand(stored.shape)
             value = _decoded(stored) if self.keep else without_memory
         copy = value
         if isinstance(weight, DTensor):  # it is sharded as its weight is

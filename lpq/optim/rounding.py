@@ -113,7 +113,7 @@ def rise(quantizer: Quantizer, least: LeastKept | None) -> float:
 
 def stays(quantizer: Quantizer, factor: float, least: LeastKept | None = None) -> bool:
     """Whether an element that changes by this factor, beside a larger one that does not, may be stored as it was."""
-    sizes, drawn = torch.rand(2, ROWS // 4, COLS, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    sizes, drawn = _drawn(torch.Generator("cpu").manual_seed(0), 2, ROWS // 4, COLS)
     x = (-SPAN * sizes).exp2()
     before = rounded(quantizer, raised(x, least))
     chosen = (drawn < 0.25) & (x < 0.5) & (before > 0)
@@ -185,8 +185,13 @@ def _numbers() -> Tensor:
     random = torch.Generator("cpu").manual_seed(0)
 
     def drawn(high: int, wide: int) -> Tensor:
-        coarse = torch.rand(ROWS // high, COLS // wide, generator=random, device="cpu")
+        coarse = _drawn(random, ROWS // high, COLS // wide)
         return coarse.repeat_interleave(high, 0).repeat_interleave(wide, 1)
 
     sizes = drawn(1, 1) * LEAST + sum(drawn(*block) * 10 for block in ((1, 16), (16, 16), (128, 128)))
     return (-sizes).exp2() * (drawn(1, 1) - 0.5).sign() * (drawn(1, 1) > 0.05)
+
+
+def _drawn(random: torch.Generator, *shape: int) -> Tensor:
+    """Numbers from 0 to 1, whatever tensors are by default."""
+    return torch.rand(shape, generator=random, device="cpu", dtype=torch.float32)

@@ -66,20 +66,20 @@ def _stepped(
     optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...], sign: float
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """The small parameter and its states, after a step with a gradient, and after one without."""
-    param = nn.Parameter(torch.zeros(shape))
+    param = nn.Parameter(torch.zeros(shape, dtype=torch.float32))
     trial = type(optimizer).__new__(type(optimizer))
     trial.__setstate__({**optimizer.__getstate__(), "defaults": {**optimizer.defaults}})  # torch adds defaults
     options = {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
     options |= {key: value for key, value in PLAIN.items() if key in group} | {"params": [param]}
     trial.state, trial.param_groups = defaultdict(dict), [dict(options)]
-    param.grad = torch.full(shape, sign)
+    param.grad = torch.full_like(param, sign)
     trial.step()
     state = trial.state[param]
     tensors = [name for name, value in state.items() if isinstance(value, Tensor) and value.dim()]
     first = {name: state[name].clone() for name in tensors}
     if isinstance(state.get("step"), Tensor):
         state["step"].fill_(LATE)
-    param.grad = torch.zeros(shape)
+    param.grad = torch.zeros_like(param)
     trial.step()
     changed = [key for key, value in trial.param_groups[0].items() if key not in options or value is not options[key]]
     if changed:

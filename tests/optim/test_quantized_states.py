@@ -383,6 +383,24 @@ def test_a_format_is_tried_out_by_the_reference_on_a_cpu(default: str, monkeypat
     assert len(_stored(optimizer)) == 3
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_a_format_is_tried_out_in_fp32_whatever_the_default_is(
+    default: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bf16 a second moment falls by 0.999 to 1, and a format in which it would never fall was taken."""
+    for name in ("why_not", "least_kept"):
+        monkeypatch.setattr(states, name, getattr(rounding, name).__wrapped__)
+    monkeypatch.setattr(rounding, "_numbers", rounding._numbers.__wrapped__)
+    torch.set_default_dtype(default)
+    try:
+        optimizer = QuantizedStates(AdamW(_params()), **ADAM)
+        with pytest.raises(OptionError, match=r"what falls by a factor of 0\.9995 in a step would never fall in it"):
+            QuantizedStates(AdamW(_params()), exp_avg_sq="mxfp8")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert optimizer.forms == QuantizedStates(AdamW(_params()), **ADAM).forms
+
+
 def test_groups_and_schedules_are_one_with_the_wrapped_optimizer() -> None:
     params = _params()
     optimizer = QuantizedStates(AdamW(params[:2], lr=1.0), **ADAM)
