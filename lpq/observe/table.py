@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 
 import torch
@@ -13,6 +14,7 @@ from lpq.formats.format import Quantizer
 from lpq.observe.sums import Reading, decibels, named
 from lpq.operations.decoding import decode
 from lpq.operations.operands import encode_operands
+from lpq.registry.errors import LpqError
 from lpq.registry.tables import drawn
 
 COLUMNS = ("layer", "tensor", "SNR dB", "normal", "to 0", "cut", "scale/0/grid", "shrinks", "amax/rms", "format")
@@ -42,7 +44,10 @@ def table(readings: Sequence[Reading], most: int | None) -> str:
 
 def cells(one: Reading) -> list[str]:
     """The cells of a reading."""
-    normal = None if not one.format or one.tensor == "dw" else normal_snr(one.format)
+    normal = None
+    if one.format and one.tensor != "dw":
+        with suppress(LpqError):  # a report may be made without a plugin that the run had
+            normal = normal_snr(one.format)
     parts = (one.error_scale, one.error_flushed, one.error_grid)
     shares = "/".join("–" if part is None else str(round(100 * part)) for part in parts)
     return [

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -195,6 +196,16 @@ def test_a_step_that_is_far_out_is_drawn_and_no_line_leads_over_a_nan(tmp_path: 
         assert sum(height == max(line) for height in line) == 1
     lines = lines_of([at(step, None if step == 4 else 30.0 + step) for step in range(10)], tmp_path / "b")
     assert [len(line) for line in lines] == [4, 5]
+
+
+def test_a_format_that_is_not_known_here_has_nothing_to_compare_with(tmp_path: Path) -> None:
+    one = Reading(step=0, layer="a", tensor="x", direction="row", format="acme4", snr_db=20.25)
+    readings = lpq.observe.Readings([one, replace(one, layer="b", format="mxfp8")])
+    rows = {row.split()[0]: row.split()[1:] for row in readings.table().splitlines() if "x.row" in row}
+    assert rows["a"] == ["x.row", "20.2", "acme4"]
+    assert rows["b"][2] == "31.5"
+    readings.page(tmp_path / "page.html")
+    assert "acme4" in (tmp_path / "page.html").read_text()
 
 
 def test_a_model_that_is_one_layer_is_named(tmp_path: Path) -> None:
