@@ -14,6 +14,7 @@ import safetensors.torch as safetensors
 import torch
 from llama import STEPS, TWO_STAGES, codes, converted, decoded, losses, trainer, transformers
 from support.comparing import equal_states
+from support.hugging_face import small
 
 import lpq
 from lpq.checkpoint import CheckpointError, CheckpointWarning
@@ -57,6 +58,21 @@ def test_a_run_goes_on_bit_for_bit(run: tuple[Any, Path], tmp_path: Path) -> Non
     assert losses(resumed) == losses(done)
     assert equal_states(resumed.model.state_dict(), done.model.state_dict())
     assert lpq.report(resumed.model).weights == lpq.report(done.model).weights
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_run_with_experts_goes_on_where_the_model_is_built_from_the_checkpoint(tmp_path: Path) -> None:
+    """Control: the Trainer itself leaves experts as they are. Once it loads them, the pages have to say so."""
+
+    def run(model: Any, at: Path, **options: Any) -> Any:
+        it = trainer(lpq.convert(model, "mxfp8"), at, LpqCallback())
+        it.train(**options)
+        return it.model.state_dict()
+
+    done, given = run(small("Mixtral"), tmp_path / "x"), str(tmp_path / "x" / "checkpoint-2")
+    read = transformers.MixtralForCausalLM.from_pretrained(given)
+    assert equal_states(run(read, tmp_path / "y", resume_from_checkpoint=given), done)
+    assert not equal_states(run(small("Mixtral", seed=1), tmp_path / "z", resume_from_checkpoint=given), done)
 
 
 def test_without_the_callback_the_first_stage_stays(run: tuple[Any, Path], tmp_path: Path) -> None:
