@@ -12,7 +12,7 @@ import typer
 from torch import nn
 
 from lpq import registry
-from lpq.bench.layers import LayerSize
+from lpq.bench.layers import LayerSize, StackSize
 from lpq.bench.searched_layers import searched_layers
 from lpq.cli.shapes import SHAPES, Transformer
 from lpq.recipes.globs import exactly, matching, numberless
@@ -115,6 +115,8 @@ def layer_sizes(model: nn.Module, tokens: int, chosen: int | None) -> dict[str, 
         complete = all(one.experts is None or count for one, count in zip(stacks, rows, strict=True))
         own = (one.size(tokens, count or 0, 1) for one, count in zip(stacks, rows, strict=True))
         sizes[name] = tuple(own) if complete else ()
+    if asked_count is not None and not any(isinstance(size, StackSize) for own in sizes.values() for size in own):
+        raise OptionError(f"--experts-per-token {asked_count}: no experts of the model are layers of lpq; leave it out")
     return sizes
 
 

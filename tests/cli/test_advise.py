@@ -294,6 +294,13 @@ def test_a_model_of_experts_alone_asks_how_many_a_token_goes_to(lpq: Callable, m
     assert (more.status, more.err) == (2, "lpq: --experts-per-token 5: 0 has 4 experts\n")
 
 
+def test_the_number_of_experts_is_refused_where_there_are_none(lpq: Callable) -> None:
+    for arguments in (("advise", "llama-3-8b", "--gpu", "h100"), ("bench", "--model", "llama-3-8b", "--device", "cpu")):
+        ended = lpq(*arguments, "--experts-per-token", 2)
+        assert ended.status == 2
+        assert "--experts-per-token 2: no experts of the model are layers of lpq" in ended.err
+
+
 def only_experts() -> nn.Module:
     return nn.Sequential(library.nn.GroupedLinear(4, 32, 32, recipe="mxfp8"))
 
