@@ -99,7 +99,7 @@ def doctor(
             show_overview(kernels, pairs, where)
         else:
             print_text("`lpq doctor --all` lists the kernel of each operation, and why no better one runs.")
-        if (whole or full) and (without := set(registry.formats()) - set(kernels) - set(broken)):
+        if (whole or full) and not by_text and (without := set(registry.formats()) - set(kernels) - set(broken)):
             names = ", ".join(sorted(without))
             print_text(f"Not listed, as they have no default options: {names} (`lpq doctor QUANTIZER` lists one).")
         for remark in remarks(where):

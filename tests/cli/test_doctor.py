@@ -489,8 +489,8 @@ def test_quantizers_that_are_named_are_listed_alone(lpq: Callable) -> None:
     assert set(operands) == {"fp8(scaling=block)", "mxfp8", "nvfp4(rht=true)"}
     assert {k["op"] for k in found["kernels"]} >= {"measure", "quantize", "decode", "gemm", "tile"}
     ended = lpq("doctor", "fp8(scaling=blok)", "--device", "cpu")
-    assert (ended.status, ended.out) == (2, "")
-    assert "'scaling' must be 'current' or" in ended.err
+    assert (ended.status, ended.out, "'scaling' must be 'current' or" in ended.err) == (2, "", True)
+    assert ["Not listed" in lpq("doctor", *names, "--all").out for names in (["mxfp8"], [])] == [False, True]
 
 
 def test_the_folder_of_compiled_kernels_is_told_where_it_was_chosen(
