@@ -27,13 +27,10 @@ class SavedStatistics:
 
     def __init__(self, path: Path | None, settings: Mapping[str, Any], ranks: Together) -> None:
         self._path, self._settings, self._ranks = path, dict(settings), ranks
-        self._passes: dict[str, dict[str, Any]] = {}
-        if self._path is not None:
-            self._passes = ranks.first(self._read)
+        self._passes = ranks.first(lambda: self._read(path)) if path is not None else {}
 
-    def _read(self) -> dict[str, Any]:
-        path = self._path
-        if path is None or not path.exists():
+    def _read(self, path: Path) -> dict[str, dict[str, Any]]:
+        if not path.exists():
             return {}
         try:
             data: dict[str, Any] = pickles.load(path)
@@ -51,8 +48,7 @@ class SavedStatistics:
                     f"{path} was kept with {name}={brief(setting)}, and this is {name}={value!r}: "
                     "go on with the same, or move the file away"
                 )
-        passes: dict[str, Any] = data["passes"]
-        return passes
+        return cast("dict[str, dict[str, Any]]", data["passes"])
 
     def restore(self, name: str, own: Statistics) -> int:
         """Take the kept statistics of a pass; return its number of batches. Only the first rank takes counts."""
@@ -80,8 +76,8 @@ class SavedStatistics:
 
     def _write(self, target: Path) -> None:
         try:
-            with whole_file(target) as path:
-                torch.save({"version": VERSION, "settings": self._settings, "passes": self._passes}, path)
+            with whole_file(target) as file:
+                torch.save({"version": VERSION, "settings": self._settings, "passes": self._passes}, file)
         except (CheckpointError, OSError, RuntimeError) as wrong:
             raise CalibrationError(f"{target} cannot be written: {wrong}") from wrong
 

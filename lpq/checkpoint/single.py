@@ -106,8 +106,8 @@ def _collected(model: nn.Module, decode: bool) -> tuple[Description, list[tuple[
 
 def _write(target: Path, tensors: dict[str, Tensor], other: dict[str, Any], description: Description) -> None:
     model = {name.removeprefix(PREFIX): value for name, value in {**tensors, **other}.items()}
-    with whole_file(target) as path:
-        torch.save({"model": model, "lpq": description.data()}, path)
+    with whole_file(target) as file:
+        torch.save({"model": model, "lpq": description.data()}, file)
 
 
 def _prepare(

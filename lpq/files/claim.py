@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from filelock import lock_descriptor, unlock_descriptor
 
@@ -65,9 +66,13 @@ class Claim:
             if _is_at(descriptor, partial / LOCK):
                 break
             os.close(descriptor)
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{_me()}\n".encode())
-        _empty(partial)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"{_me()}\n".encode())
+            _empty(partial)
+        except BaseException:
+            os.close(descriptor)  # or this process would have the lock for good
+            raise
         return cls(partial, descriptor)
 
     def publish(self, target: Path, last: str) -> None:
@@ -112,13 +117,16 @@ class Claim:
 
 
 @contextmanager
-def whole_file(target: Path) -> Iterator[Path]:
-    """A place to write a file to, which becomes ``target`` if the code inside succeeds."""
+def whole_file(target: Path) -> Iterator[BinaryIO]:
+    """A file for ``torch.save``, which becomes ``target`` if the code inside succeeds."""
     target = disk.resolved(target)
     claim = Claim.take(target)
     try:
-        yield claim.partial / target.name
+        with (claim.partial / target.name).open("wb") as file:
+            yield file
         disk.publish(claim.partial / target.name, target)
+    except RuntimeError as error:  # where the disk is full, torch tells a position, in the context of the fault
+        raise (error.__context__ or error) from None
     finally:
         claim.release()
 

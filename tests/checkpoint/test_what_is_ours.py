@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +74,27 @@ def test_what_fails_leaves_nothing_behind(
             write(tmp_path / "a")
     assert tree(tmp_path) == []
     assert not (tmp_path / "a.partial").exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the system limits no files")
+@pytest.mark.parametrize("room", [0, 600])
+@writers
+def test_what_the_system_does_not_write_is_told_and_written_later(
+    tmp_path: Path, write: Callable[[Path], Any], room: int
+) -> None:
+    """By the same process, which gave the place back: also where there was no room for the lock's own line."""
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        with pytest.raises(lpq.registry.errors.LpqError, match="File too large"):
+            write(tmp_path / "a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "a").exists()
+    write(tmp_path / "a")
+    assert names(tmp_path) == ["a"]
 
 
 @writers
