@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import lpq
 from lpq.integrations.going_on import CALLBACK, go_on, policy_of
@@ -105,7 +106,9 @@ class _Callback:
         remedy = "Set trainer.ckpt_path = checkpoint before trainer.fit(model), or call lpq.set_step(model, step)"
         go_on(pl_module, trainer.global_step, steps, self._saved_policy, any_policy=self.any_policy, remedy=remedy)
         if self.watch > 0:
-            self.numerics = numerics(pl_module, every=self.watch, step=trainer.global_step, **self.options)
+            run = trainer.strategy.model  # the module itself, or what keeps its replicas equal
+            own = {"process_group": run.process_group} if isinstance(run, DistributedDataParallel) else {}
+            self.numerics = numerics(pl_module, every=self.watch, step=trainer.global_step, **{**own, **self.options})
         if self.report and trainer.is_global_zero:
             print(lpq.report(pl_module))
 
@@ -122,8 +125,10 @@ class _Callback:
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._close()
-        if self.numerics is not None and trainer.is_global_zero:
-            self.numerics.write(Path(trainer.log_dir or trainer.default_root_dir) / "numerics.jsonl")
+        if self.numerics is not None:
+            folder = Path(trainer.log_dir or trainer.default_root_dir)  # all ranks ask for it, as rank 0 sends it
+            if trainer.is_global_zero:
+                self.numerics.write(folder / "numerics.jsonl")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._close(exception)

@@ -53,10 +53,12 @@ class _Sharded(_Mine):
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
-def _fit(out: Path, model: Any, strategy: Any, policy: Any, resume: Any = None, **options: Any) -> Any:
+def _fit(
+    out: Path, model: Any, strategy: Any, policy: Any, resume: Any = None, callback: Any = None, **options: Any
+) -> Any:
     made = trainer(
-        out, LpqPrecision(policy, steps="later", **options), LpqCallback(report=False), strategy=strategy, devices=2,
-        use_distributed_sampler=False,
+        out, LpqPrecision(policy, steps="later", **options), callback or LpqCallback(report=False), strategy=strategy,
+        devices=2, use_distributed_sampler=False,
     )  # fmt: skip
     if resume is not None:
         made.ckpt_path = resume  # known before shards are loaded
@@ -87,8 +89,13 @@ def _of_all(values: Any) -> list[Any]:
 
 def _replicas_go_on_bit_for_bit(rank: int, out: Path) -> None:
     with _launched(rank):
-        done, resumed = _Mine(), _Mine()
-        _fit(out / "a", done, _ddp(), REVERSED)
+        done, resumed, watching = _Mine(), _Mine(), LpqCallback(report=False, watch=3, layers="net.0")
+        _fit(out / "a", done, _ddp(), REVERSED, callback=watching)
+        assert watching.numerics is not None
+        readings, theirs = _of_all([one.as_dict() for one in watching.numerics.readings()])
+        assert readings == theirs  # of the rows of both
+        assert {(one["step"], one["layer"]) for one in readings} == {(0, "net.0"), (3, "net.0")}
+        assert (out / "a" / "numerics.jsonl").is_file()
         _fit(out / "b", resumed, _ddp(), REVERSED, out / "a" / "step=4.ckpt")
         assert resumed.losses == done.losses[4:]
         assert resumed.recipes == done.recipes[4:] == [lpq.recipe("fp8-delayed")] * 2
