@@ -125,6 +125,9 @@ class _Callback:
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._close()
+        self._write(trainer)
+
+    def _write(self, trainer: Any) -> None:
         if self.numerics is not None:
             folder = Path(trainer.log_dir or trainer.default_root_dir)  # all ranks ask for it, as rank 0 sends it
             if trainer.is_global_zero:
@@ -140,6 +143,7 @@ class _Callback:
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
         checkpoint[KEY] = policy_of(pl_module)
+        self._write(trainer)  # as the run may be killed
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
         self._saved_policy = checkpoint.get(KEY)
