@@ -143,9 +143,10 @@ class StatefulLayer(nn.Module):
         self.passes.recipe, self.passes.plan, self.passes.borrowed = recipe, plan, ()
         self.passes.forget()
         self.model.compare_again()
-        for memory in self.state_buffers():
-            fresh = getattr(plan, memory.tensor).new_state(next(self.parameters()).device)
-            self.register_buffer(memory.name, self.place_for(fresh[memory.key]))
+        with torch.inference_mode(False):  # whose tensors no later step could move
+            for memory in self.state_buffers():
+                fresh = getattr(plan, memory.tensor).new_state(next(self.parameters()).device)
+                self.register_buffer(memory.name, self.place_for(fresh[memory.key]))
         self.passes.fresh = plan.fresh if plan is not None else ()
         self.watch_fresh()
 

@@ -7,23 +7,10 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, return_and_correct_aliasing
-
-__all__ = [
-    "PRE_DISPATCH",
-    "FakeTensorMode",
-    "TorchDispatchMode",
-    "autocasts",
-    "has_key",
-    "jit_traces",
-    "modes",
-    "reaching_transforms",
-    "return_and_correct_aliasing",
-    "schema_of",
-    "transforms",
-    "without_modes",
-]
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import return_and_correct_aliasing as return_and_correct_aliasing
 
 PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 """The key of a tracer that gets operators before autograd does."""

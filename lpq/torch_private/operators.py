@@ -7,20 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._prims_common import canonicalize_dim
-
-__all__ = [
-    "OF_EACH",
-    "canonicalize_dim",
-    "copy_each",
-    "has_fast_bf16",
-    "norm_of_each",
-    "pin_memory",
-    "rms_norm_gradients",
-    "scaled_matmul",
-    "to_copy",
-    "unsafe_view",
-]
+from torch._prims_common import canonicalize_dim as canonicalize_dim
 
 to_copy: Any = torch.ops.aten._to_copy
 """The copy of a tensor in another dtype or on another device."""

@@ -81,6 +81,21 @@ def test_the_history_moves_in_backward_only() -> None:
     assert module.dy_amax_history[0] == 1
 
 
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4-eden-delayed"])
+def test_a_recipe_that_is_given_under_inference_mode_trains_afterwards(recipe: str) -> None:
+    """As by ``lpq.set_step`` in an evaluation: its states could not be moved, and backward failed."""
+    changed, x = converted("mxfp8", 48, 32)[0], torch.randn(16, 48)
+    with torch.inference_mode():
+        changed.recipe = recipe
+        changed(x)
+    assert not any(memory.is_inference() for memory in changed.buffers())
+    for module in (changed, plain := converted(recipe, 48, 32)[0]):
+        torch.manual_seed(0)
+        module(x).square().sum().backward()
+    assert equal_states(changed.state_dict(), plain.state_dict())
+    assert torch.equal(changed.weight.grad, plain.weight.grad)
+
+
 def test_buffers_of_the_user_are_nobodys_memory() -> None:
     """Names alone do not make a buffer one that a quantizer remembers in."""
     module = layer()
