@@ -98,17 +98,16 @@ def stored_like(name: str, tensor: Tensor, entry: Mapping[str, Any]) -> Tensor:
     stack = bool(entry.get("stack"))
     direction, text = next(iter(entry["operands"].items()))
     side, alone = registry.quantizer(text), [*entry["operands"]] == ["row"] and not stack
-    sharded = None
-    if isinstance(tensor, DTensor):
-        fits = why_not_placed(side, tensor) is None if alone else _fits(tensor, quantizer, stack)
-        sharded = tensor if fits else None
-    shape = local.shape if sharded is not None else tensor.shape
+    fits = not isinstance(tensor, DTensor) or (
+        why_not_placed(side, tensor) is None if alone else _fits(tensor, quantizer, stack)
+    )
+    shape = local.shape if fits else tensor.shape
     count = shape[:1] if stack else ()
     matrix, dtype = (*count, math.prod(shape[len(count) : -1]), shape[-1]), getattr(torch, entry["dtype"])
     operand = side.storage.empty(side, along(direction, matrix), dtype, local.device)
     row, col = (operand, None) if direction == "row" else (None, operand)
     quantized = QuantizedTensor(row, col, quantizer, shape, dtype)
-    return _placed_like(sharded, quantized) if sharded is not None else quantized
+    return _placed_like(tensor, quantized) if fits else quantized
 
 
 def decoded(tensor: Tensor) -> Tensor:

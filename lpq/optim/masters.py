@@ -82,8 +82,7 @@ class MasterWeights(Wrapper):
             raise ValueError(
                 "MasterWeights takes an optimizer that has not taken a step yet: its state is of other tensors"
             )
-        groups = [dict(group) for group in optimizer.param_groups]
-        super().__init__(groups, dict(optimizer.defaults))
+        super().__init__([dict(group) for group in optimizer.param_groups], dict(optimizer.defaults))
         self.optimizer = optimizer
         """The wrapped optimizer."""
         self.keep = keep
@@ -265,8 +264,7 @@ class MasterWeights(Wrapper):
         try:
             changed = None
             if not self.keep:  # a step of rate 0, as libraries take one before they load, is to leave no trace
-                pairs = zip(stored, values, strict=True)
-                changed = [(_decoded(weight) != value).any().float() for weight, value in pairs]
+                changed = [(_decoded(w) != value).any().float() for w, value in zip(stored, values, strict=True)]
             write(stored, values, beside=beside, changed=changed)
             self._finite.check(stored, values)
         finally:  # writes before the error are the optimizer's own

@@ -41,6 +41,7 @@ from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.encode_writes import write
 from lpq.torch_private.dtensor import dtensor_as, dtensor_over
+from lpq.torch_private.optimizers import step_hooks
 from lpq.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
@@ -133,6 +134,12 @@ class QuantizedStates(Wrapper):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step the parameters: the small ones together, each of the others alone, with its states decoded."""
+        if any(step_hooks(self.optimizer)):
+            kind = type(self.optimizer).__name__
+            raise TypeError(
+                f"QuantizedStates steps the parameters of {kind} one by one, and {kind} has hooks of whole steps: "
+                "register them on the QuantizedStates"
+            )
         loss = self.begin(closure, self._options)
         groups = self.param_groups
         alone = [(group, p) for group in groups for p in group["params"] if p.grad is not None and self._large(p)]

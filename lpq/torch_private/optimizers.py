@@ -1,4 +1,4 @@
-"""The functions that an optimizer calls around loading, in their order."""
+"""The functions that an optimizer calls around steps and loading, in their order."""
 
 from __future__ import annotations
 
@@ -16,3 +16,6 @@ load_pre_hooks: Callable[[Optimizer], Hooks] = attrgetter("_optimizer_load_state
 
 load_post_hooks: Callable[[Optimizer], Hooks] = attrgetter("_optimizer_load_state_dict_post_hooks")
 """The hooks that are called after an optimizer loaded a state."""
+
+step_hooks: Callable[[Optimizer], Any] = attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""The hooks that are called before a step of an optimizer, and those after it."""

@@ -176,8 +176,8 @@ def test_the_wrapped_optimizer_begins_with_states_of_its_own_where_it_takes_the_
     """Fused, AdamW counts steps on the device; AdamW would not find a count there that lpq began on the host."""
     narrow = nn.Parameter(torch.randn(5000, 2, dtype=torch.bfloat16))
     inner, begun = AdamW([narrow], fused=True), []
-    inner.register_step_pre_hook(lambda *_: begun.append(len(inner.state[narrow])))
-    optimizer = QuantizedStates(inner, **ADAM)
+    optimizer, step = QuantizedStates(inner, **ADAM), inner.step
+    inner.step = lambda: begun.append(len(inner.state[narrow])) or step()
     narrow.grad = torch.randn_like(narrow)
     optimizer.step()
     assert set(begun) == {0}
@@ -459,6 +459,10 @@ def test_a_closure_is_called_once_and_its_loss_returned() -> None:
 
     assert optimizer.step(closure) == 3.0
     assert calls == [True]
+    optimizer.optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(TypeError, match="AdamW has hooks of whole steps: register them on the QuantizedStates"):
+        optimizer.step(closure)
+    assert calls == [True], "it is refused at once"
 
 
 # ---------------------------------------------------------------------------------- inside MasterWeights

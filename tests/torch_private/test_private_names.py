@@ -483,6 +483,10 @@ def test_hooks_of_an_optimizer_are_in_its_lists() -> None:
     optimizer.register_load_state_dict_post_hook(after)
     assert [*optimizers.load_pre_hooks(optimizer).values()] == [before]
     assert [*optimizers.load_post_hooks(optimizer).values()] == [after]
+    assert [*map(len, optimizers.step_hooks(optimizer))] == [0, 0]
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    assert [[*hooks.values()] for hooks in optimizers.step_hooks(optimizer)] == [[before], [after]]
 
 
 @pytest.mark.gpu
