@@ -22,7 +22,7 @@ from lpq.observe.readings import NumericsError
 from lpq.observe.sharing import device_of, is_shared, refuse_inside
 from lpq.recipes import Recipe
 from lpq.registry.showing import brief
-from lpq.torch_private.tensors import local_part
+from lpq.torch_private.tensors import base_of, local_part
 
 Closure = Callable[[], Any]
 """Runs forward and backward of the step's batch, and returns the loss."""
@@ -42,7 +42,7 @@ def gradient_norm(model: nn.Module) -> Tensor:
 def apart(gradient: Tensor) -> Tensor:
     """The gradient, copied where it lies in memory that every backward writes to, as in the buckets of a
     ``DistributedDataParallel``."""
-    return gradient.clone() if gradient._is_view() else gradient
+    return gradient if base_of(gradient) is None else gradient.clone()
 
 
 @contextmanager
