@@ -68,3 +68,13 @@ def would_forget(model: nn.Module, step: int) -> list[str]:
     """The layers that will have another recipe at this step than they have now, and would remember something."""
     layers = ((name, layer, layer.schedule.at(step)) for name, layer in Model(model).layers() if layer.schedule)
     return [name for name, layer, recipe in layers if recipe and recipe != layer.recipe and memories(recipe)]
+
+
+def begins_afresh(model: nn.Module, step: int) -> list[str]:
+    """The layers that had remembered something before this step, if nothing of any of them was loaded."""
+    layers = {
+        name: layer
+        for name, layer in Model(model).layers()
+        if layer.memories() and (layer.schedule is None or layer.schedule.at(step - 1) == layer.recipe)
+    }
+    return [] if any(memory.any() for layer in layers.values() for memory in layer.memories().values()) else [*layers]

@@ -17,7 +17,7 @@ from lpq.engines.config_files import read_json
 from lpq.files.disk import place
 from lpq.integrations.decoded import attach
 from lpq.integrations.going_on import CALLBACK as NAME
-from lpq.integrations.going_on import go_on, policy_of, would_forget
+from lpq.integrations.going_on import begins_afresh, go_on, policy_of, would_forget
 from lpq.nn import set_step
 from lpq.nn.first_argument import check_model
 from lpq.optim import MasterWeights
@@ -49,6 +49,12 @@ class _Steps:
         _go_on(model, state.global_step, state.max_steps, record, self.any_policy)
         if state.global_step:
             _encode_again(model, others.get("optimizer"))
+            if lost := begins_afresh(model, state.global_step):
+                warn(
+                    f"the checkpoint has no states of these layers, so they begin afresh: {listed(lost)}. Adapters are "
+                    "saved without the base, and its states. A recipe that remembers nothing goes on bit for bit",
+                    CheckpointWarning,
+                )
         state.stateful_callbacks.setdefault(NAME, self.state())  # absent if the checkpoint was saved without it
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:

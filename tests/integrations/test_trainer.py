@@ -18,6 +18,7 @@ from support.hugging_face import small
 
 import lpq
 from lpq.checkpoint import CheckpointError, CheckpointWarning
+from lpq.integrations.going_on import begins_afresh
 from lpq.integrations.transformers import LpqCallback, attach, resume
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::lpq.tensor.quantized_tensor.PrecisionWarning")]
@@ -73,6 +74,38 @@ def test_a_run_with_experts_goes_on_where_the_model_is_built_from_the_checkpoint
     read = transformers.MixtralForCausalLM.from_pretrained(given)
     assert equal_states(run(read, tmp_path / "y", resume_from_checkpoint=given), done)
     assert not equal_states(run(small("Mixtral", seed=1), tmp_path / "z", resume_from_checkpoint=given), done)
+
+
+def test_adapters_that_go_on_over_states_that_were_not_saved_warn(tmp_path: Path) -> None:
+    """The Trainer saves adapters alone. Control: in the later stage, which remembers nothing, it goes on to the bit."""
+    peft = pytest.importorskip("peft", reason="needs peft, which `make install` brings")
+
+    def adapted(out: str) -> Any:
+        adapters = peft.LoraConfig(r=4, target_modules=["q_proj"])
+        return trainer(peft.get_peft_model(converted(TWO_STAGES), adapters), tmp_path / out, LpqCallback())
+
+    done = adapted("x")
+    done.train()
+    early, late = adapted("y"), adapted("z")
+    with pytest.warns(CheckpointWarning, match=r"no states of these layers.*\.0\.self_attn\.q_proj\.base_layer"):
+        early.train(resume_from_checkpoint=str(tmp_path / "x" / "checkpoint-2"))
+    resume(late.model, tmp_path / "x" / "checkpoint-4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CheckpointWarning)
+        late.train(resume_from_checkpoint=str(tmp_path / "x" / "checkpoint-4"))
+    assert equal_states(late.model.state_dict(), done.model.state_dict())
+    assert not equal_states(early.model.state_dict(), done.model.state_dict())
+
+
+def test_states_begin_afresh_only_where_there_were_some_before() -> None:
+    model = converted(
+        {"rules": [{"match": "*_proj", "recipe": "mxfp8", "until": 2}, {"match": "*_proj", "recipe": "fp8-delayed"}]}
+    )
+    lpq.set_step(model, 2)
+    assert begins_afresh(model, 2) == []
+    assert len(begins_afresh(model, 3)) == 7
+    model(**{name: value[None] for name, value in llama.examples(1)[0].items()}).loss.backward()
+    assert begins_afresh(model, 3) == []
 
 
 def test_without_the_callback_the_first_stage_stays(run: tuple[Any, Path], tmp_path: Path) -> None:
