@@ -25,6 +25,7 @@ from lpq.observe.course import Course
 from lpq.observe.gradient_error import GradientError, OverRanks, Parts
 from lpq.observe.readings import NumericsError, check_number, check_whole
 from lpq.observe.replay import Before, Closure, Replay, apart, gradient_norm
+from lpq.observe.sharing import inside_of_replicas
 from lpq.observe.sums import ITSELF
 from lpq.recipes import Gemm, Recipe, RecipeError
 from lpq.recipes.gemms import GEMMS, OPERANDS
@@ -78,7 +79,8 @@ class Culprits(Readable):
         ``lpq.nn.stepping.promote``. The loop calls ``lpq.set_step`` in each step."""
         check_model(model)
         check_whole("promote", 1, until=until)
-        layers = {plain_name(name): m for name, m in model.named_modules() if isinstance(m, StatefulLayer)}
+        modules = inside_of_replicas(model).named_modules()
+        layers = {plain_name(name): m for name, m in modules if isinstance(m, StatefulLayer)}
         for one in self.found:
             if one.layer not in layers:
                 raise NumericsError(
@@ -147,7 +149,7 @@ def culprits(
     check_search("culprits", course, most=most, least=least, replays=replays)
     ranks = OverRanks(model)
     replay = Replay(model, closure, before)
-    names = {id(m): plain_name(name) for name, m in model.named_modules()}
+    names = {id(m): plain_name(name) for name, m in inside_of_replicas(model).named_modules()}
     ours = [local_part(apart(p.grad)) for p in model.parameters() if p.requires_grad and p.grad is not None]
     if not replay.layers:
         raise NumericsError(f"{type(model).__name__} has no layer with a recipe of lpq: convert it first, lpq.convert")

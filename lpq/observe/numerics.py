@@ -31,7 +31,7 @@ from lpq.observe.operands import SomeRows, some_rows
 from lpq.observe.readings import NumericsError, Readings, check_whole
 from lpq.observe.replays import Replays
 from lpq.observe.shards import shards
-from lpq.observe.sharing import device_of, is_shared, refuse_inside
+from lpq.observe.sharing import device_of, inside_of_replicas, is_shared, refuse_inside
 from lpq.observe.statistics import Question, statistics
 from lpq.observe.sums import SUMS, Reading, reading_of
 from lpq.operations.reduce_statistics import reduce_sum
@@ -113,7 +113,7 @@ def numerics(
         raise NumericsError(
             f"numerics: layers={brief(layers)}: it is a pattern for the names of layers, as 'blocks.0.*', or several"
         )
-    names = _names_of(model, patterns)
+    names = _names_of(inside_of_replicas(model), patterns)
     ranks = Ranks.of(process_group, is_shared(model), "watches")
     other = None if what_if is None else recipes.recipe(what_if)
     options = f"every={every}, rows={rows}, step={step}, what_if={other and other.text}"

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as Replicas
 
+from lpq.nn.unwrapping import unwrapped
 from lpq.observe.readings import NumericsError
 from lpq.torch_private.distributed import active_replica
 
@@ -15,6 +16,12 @@ def is_shared(model: nn.Module) -> bool:
     """Whether ranks share the model: its parameters lie over a mesh, or it has replicas."""
     over_a_mesh = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     return over_a_mesh or any(isinstance(module, Replicas) for module in model.modules())
+
+
+def inside_of_replicas(model: nn.Module) -> nn.Module:
+    """The model without the wrapper that keeps its replicas equal: in it layers have the names that rules know."""
+    inside = unwrapped(model)
+    return inside.module if isinstance(inside, Replicas) else model
 
 
 def refuse_inside(owner: str, shared: bool) -> None:

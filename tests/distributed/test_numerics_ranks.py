@@ -79,8 +79,7 @@ def test_replicas_have_the_statistics_of_all_by_their_wrapper(rank: int) -> None
     """By the module inside of it each rank would have its own, and write them to the file of all."""
     net = model("mxfp8")
     run: Any = DistributedDataParallel(net)
-    found = {title.removeprefix("module."): one for title, one in watched(run, batches_of(RANKS)[rank]).items()}
-    alike(found, on_one(lambda: watched(model("mxfp8"), *batches_of(RANKS))))
+    alike(watched(run, batches_of(RANKS)[rank]), on_one(lambda: watched(model("mxfp8"), *batches_of(RANKS))))
     watch = lpq.observe.numerics(net, every=1)
     with (
         pytest.raises(NumericsError, match=r"numerics: the model is inside of a Distr.*: give the Distr"),
