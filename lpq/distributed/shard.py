@@ -85,19 +85,8 @@ class WeightShard(Gathered, Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         shards: dict[int, WeightShard] = {}
-
-        def unwrapped(value: Any) -> Any:
-            if type(value) is list and value and type(value[0]) is list:  # as scatter has them
-                return [unwrapped(each) for each in value]
-            if type(value) is list:  # an optimizer's step has long ones, for which torch's trees are slow
-                shards.update({id(each.held): each for each in value if isinstance(each, WeightShard)})
-                return [each.held if isinstance(each, WeightShard) else each for each in value]
-            if not isinstance(value, WeightShard):
-                return value
-            shards[id(value.held)] = value
-            return value.held
-
-        args, kwargs = [*map(unwrapped, args)], {name: unwrapped(value) for name, value in (kwargs or {}).items()}
+        args = [_unwrapped(value, shards) for value in args]
+        kwargs = {name: _unwrapped(value, shards) for name, value in (kwargs or {}).items()}
         result = func(*args, **kwargs)
         if schema_of(func).is_mutable:
             for value in written(func, args, kwargs):
@@ -131,6 +120,19 @@ class WeightShard(Gathered, Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"WeightShard({self.held!r})"
+
+
+def _unwrapped(value: Any, shards: dict[int, WeightShard]) -> Any:
+    """An argument with the data of shards in their place. They are added to ``shards``, by the ``id`` of the data."""
+    if type(value) is list and value and type(value[0]) is list:  # as scatter has them
+        return [_unwrapped(each, shards) for each in value]
+    if type(value) is list:  # an optimizer's step has long ones, for which torch's trees are slow
+        shards.update({id(each.held): each for each in value if isinstance(each, WeightShard)})
+        return [each.held if isinstance(each, WeightShard) else each for each in value]
+    if not isinstance(value, WeightShard):
+        return value
+    shards[id(value.held)] = value
+    return value.held
 
 
 def prepared_parameter(tensor: Tensor, requires_grad: bool, attributes: Any = None) -> Tensor:

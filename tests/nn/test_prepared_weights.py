@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import warnings
@@ -118,6 +119,20 @@ def test_hooks_of_a_prepared_weight_stay(moved: str, weights: Any) -> None:
         handle.remove()
     model(X.to(model[0].weight.dtype)).sum().backward()
     assert len(seen) == 2
+
+
+@WEIGHTS
+def test_nothing_keeps_a_view_of_a_weight_on_which_an_operator_ran(weights: Any) -> None:
+    """Until Python collected garbage, a cycle of references kept it, and the weight could not be moved."""
+    model = converted("mxfp8", 64, 64, weights=weights)
+    gc.disable()
+    try:
+        model[0].weight.t().abs()
+        torch.nn.utils.parametrizations.spectral_norm(copy.deepcopy(model)[0])
+        model.to(torch.bfloat16)
+    finally:
+        gc.enable()
+    assert model[0].weight.dtype == torch.bfloat16
 
 
 @WEIGHTS
