@@ -245,19 +245,22 @@ class QuantizedStates(Wrapper):
         return why_stays(form.quantizer, value.shape, value.dtype, self.least)
 
     def _settle(self, p: Tensor) -> None:
-        """Store the states of a parameter, which may be decoded, or stored in another format."""
+        """Store the states of a parameter as this optimizer does. They may be decoded, or stored in another way."""
         state: State = self.state.get(p, {})
+        forms = {form.key: (name, form) for name, form in self.forms.items()}
         others: dict[str, Tensor] = {}
-        for name, form in self.forms.items():
-            stored = _part(state.get(form.key))
+        for key, own in [*state.items()]:
+            name, form = forms.get(key, (key.removesuffix(f"_{ROOT}"), None))
+            stored = _part(own)
             if stored is not None:
-                own = state.pop(form.key)
-                if stored.quantizer == form.quantizer:
-                    others[form.key] = own
+                del state[key]
+                if form is not None and stored.quantizer == form.quantizer and self._why_stays(form, own) is None:
+                    others[key] = own
                 else:
-                    state[name] = _value(own, form.second)
-            elif form.second and isinstance(root := state.pop(form.key, None), Tensor):  # torch decodes what it gathers
-                state[name] = root.float().square().to(root.dtype)
+                    state[name] = _value(own, name != key)
+            elif form is not None and form.second and isinstance(own, Tensor):  # torch decodes what it gathers
+                del state[key]
+                state[name] = own.float().square().to(own.dtype)
         self._store(state, {})
         state.update(others)
 

@@ -1,0 +1,60 @@
+"""States that a ``QuantizedStates`` with other options saved: they are stored as the one that loads them does it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW
+
+import lpq
+from lpq.optim import QuantizedStates
+from lpq.tensor import QuantizedTensor
+
+FIRST, SECOND = {"exp_avg": "mxfp8"}, {"exp_avg_sq": "fp8(scaling=block, pow2=false)"}
+
+
+def _step(net: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    random = torch.Generator().manual_seed(number)
+    for p in net.parameters():
+        p.grad = torch.randn(p.shape, generator=random)
+    optimizer.step()
+
+
+def _values(optimizer: QuantizedStates, p: Tensor) -> dict[str, Tensor]:
+    """The decoded states, by the names that the wrapped optimizer has for them."""
+    state = optimizer.state[p]
+    decoded = {k: v.dequantize() if isinstance(v, QuantizedTensor) else v for k, v in state.items()}
+    return {k.removesuffix("_root"): v.square() if k.endswith("_root") else v for k, v in decoded.items()}
+
+
+@pytest.mark.parametrize(("make", "by_file"), [(AdamW, True), (Adam, False)])
+@pytest.mark.parametrize(
+    ("options", "stored"),
+    [({"least": 10_000}, []), (FIRST, ["exp_avg"]), (SECOND, ["exp_avg_sq_root"]), ({"least": 1}, ["both"])],
+)
+def test_states_are_stored_as_the_options_say_that_load_them(
+    make: Any, by_file: bool, options: dict[str, Any], stored: list[str], tmp_path: Path
+) -> None:
+    net = nn.Linear(64, 128, bias=False)
+    optimizer = QuantizedStates(make(net.parameters()), **FIRST, **SECOND)
+    _step(net, optimizer, 0)
+    assert all(isinstance(optimizer.state[net.weight][key], QuantizedTensor) for key in ("exp_avg", "exp_avg_sq_root"))
+    twin = copy.deepcopy(net)
+    formats = options if "least" not in options else {**FIRST, **SECOND, **options}
+    other = QuantizedStates(make(twin.parameters()), **formats)
+    if by_file:
+        lpq.checkpoint.save(net, tmp_path / "saved", optimizer)
+        lpq.checkpoint.load(twin, tmp_path / "saved", other)
+    else:
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    found = [key for key, value in other.state[twin.weight].items() if isinstance(value, QuantizedTensor)]
+    assert sorted(found) == (["exp_avg", "exp_avg_sq_root"] if stored == ["both"] else stored)
+    before, after = _values(optimizer, net.weight), _values(other, twin.weight)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    _step(twin, other, 1)
