@@ -21,6 +21,8 @@ the error of the others less the error that they would have if scales were not r
 not say what it would store then. So is ``saturated`` where it is not known."""
 ITSELF = "the model itself"
 """The name of a layer that is the model."""
+NEAR = 2.0**-20
+"""The part of a value that the rounding of its scale in fp32 may cost: then it is not cut, as where it is the amax."""
 EXPONENT = 0x7F800000
 """The bits of an fp32 number that make a power of two."""
 
@@ -44,8 +46,8 @@ def sums_of(operand: EncodedRows, elements: int, unit: Tensor) -> Tensor:
     torch.where(gone, whole, values.new_zeros(()), out=flushed)
     if doubled is None:
         saturated.zero_()
-    else:  # twice the element has the same value, which is nearer to 0 than the element
-        torch.logical_and(doubled == decoded, stored * error < 0, out=saturated)
+    else:  # twice the element is stored as less than the element
+        torch.gt(torch.sub(x, doubled, alpha=1 + NEAR).mul_(stored), 0, out=saturated)
     for one, other in zip(other_errors, others, strict=True):
         torch.addcdiv(whole, other, unit, value=-1, out=one)
     if others:

@@ -202,7 +202,8 @@ def test_elements_beyond_a_remembered_scale_are_saturated() -> None:
     expected = float(((4 * x).abs() > x.abs().max()).float().mean())
     assert by_operand(watch.readings())["0.x.row"].saturated == pytest.approx(expected, rel=0.1)
     assert expected > 0.1
-    assert parts_of("fp8-current", x)["0.x.row"].saturated == 0
+    for recipe in ("fp8-current", "fp8-row"):  # an amax that is stored as less by the rounding of its scale is not cut
+        assert parts_of(recipe, x)["0.x.row"].saturated == 0
 
 
 @pytest.mark.parametrize(
