@@ -26,6 +26,11 @@ def native_products(recipe: Recipe, sm: int | None, in_groups: bool = False) -> 
     return [name for name, (a, b) in recipe.products.items() if sm is not None and is_native(a, b, sm, in_groups)]
 
 
+def encodes(recipe: Recipe) -> bool:
+    """Whether any operand of a recipe is encoded: of bf16's none is."""
+    return not all(side.plain for pair in recipe.products.values() for side in pair)
+
+
 def is_native(a: Quantizer, b: Quantizer, sm: int, in_groups: bool = False) -> bool:
     """Whether some kernel multiplies the codes of two such operands, or of such rows in groups."""
     if a.plain or b.plain:

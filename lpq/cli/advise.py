@@ -16,7 +16,7 @@ import lpq
 from lpq import observe
 from lpq.bench.gpus import ALIGNED, GPUS, NARROW, USUAL_SHARE, Gpu, bytes_of_element, is_compared, key_of, predicted
 from lpq.bench.layers import LayerSize, StackSize
-from lpq.bench.native import native_products
+from lpq.bench.native import encodes, native_products
 from lpq.bench.speedups import in_figures, measure, ratio, total
 from lpq.cli.memory import unit_for
 from lpq.cli.models import NAMED, Chosen, ModelError, alike, layer_sizes, left_out, on_meta, patterns
@@ -262,11 +262,12 @@ def _reasons(
 ) -> list[str]:
     """Sentences on what gains nothing, what to leave out, and what is not in the table."""
     sentences = not_compared({text: [lpq.recipe(text)] for text in recipes})
-    bf16 = [text for text in recipes if not native_products(lpq.recipe(text), card.sm)]
+    encoded = [text for text in recipes if encodes(lpq.recipe(text))]
+    bf16 = [text for text in encoded if not native_products(lpq.recipe(text), card.sm)]
     if bf16:
         sentences.append(f"{', '.join(bf16)}: lpq multiplies them in bf16 on this GPU, which saves bytes and no time.")
     uneven = [g.title for g in groups if any(n % ALIGNED for size in g.sizes for line in size.lines for n in line)]
-    if uneven and len(bf16) < len(recipes):
+    if uneven and len(bf16) < len(encoded):
         sentences.append(
             f"{', '.join(uneven)}: inputs, outputs or tokens are no multiple of {ALIGNED}, and such products are made "
             "in bf16."

@@ -19,7 +19,7 @@ from rich.progress import track
 import lpq
 from lpq.bench import chart, machine
 from lpq.bench.layers import LayerSize
-from lpq.bench.native import FIRST, capability, native_products, to_begin_with
+from lpq.bench.native import FIRST, capability, encodes, native_products, to_begin_with
 from lpq.bench.speedups import (
     Measured,
     cells,
@@ -197,7 +197,7 @@ def _remarks(native: dict[str, list[str]], where: torch.device) -> list[str]:
         if products
         else f"{text}: this GPU multiplies none of its products as codes, but all {others}."
         for text, products in native.items()
-        if len(products) < 3
+        if len(products) < 3 and encodes(lpq.recipe(text))
     ]
 
 

@@ -248,6 +248,9 @@ def test_where_nothing_is_gained_it_says_to_stay_in_bf16(lpq: Callable) -> None:
         found = advised(lpq, "tiny", "--gpu", gpu)
         assert found["line"] is None
         assert "Stay in bf16 here: no recipe saves time for these layers." in found["remarks"]
+    of_bf16 = advised(lpq, "tiny", "--gpu", "h100", "--recipe", "bf16", "--recipe", "nvfp4")["remarks"]
+    assert [said for said in of_bf16 if "saves bytes" in said and said.startswith("nvfp4: lpq multiplies them in bf16")]
+    assert not any(said.startswith("bf16") for said in of_bf16), "it has no codes to multiply, and saves no bytes"
 
 
 def test_where_codes_of_4_bits_alone_gain_it_does_not_say_that_nothing_does(lpq: Callable) -> None:

@@ -15,6 +15,7 @@ import lpq as library
 from lpq.bench import chart, speedups
 from lpq.bench.layers import Layers, LayerSize
 from lpq.bench.native import native_products, to_begin_with
+from lpq.cli.bench import _remarks
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -132,3 +133,5 @@ def test_a_gpu_multiplies_what_its_kernels_declare() -> None:
     assert native_products(block, 90) == ["fprop", "dgrad", "wgrad"]
     assert native_products(block, 100) == [], "cuBLAS has it on Hopper alone"
     assert native_products(lpq.recipe("fprop=fp8-current, dgrad=mxfp8, wgrad=bf16"), 90) == ["fprop"]
+    (said,) = _remarks({"bf16": [], "nvfp4": []}, torch.device("cuda"))
+    assert said.startswith("nvfp4: this GPU multiplies none of its products as codes")
