@@ -106,6 +106,13 @@ class StatefulLayer(nn.Module):
         """Without the former name below, which warns: torch.jit.trace reads whatever is listed."""
         return [name for name in super().__dir__() if name != "place"]  # type: ignore[no-untyped-call]
 
+    def __prepare_scriptable__(self) -> Self:
+        """Refuse ``torch.jit.script``, which asks each module for one in its place."""
+        raise RuntimeError(
+            f"{self.title}: torch.jit.script compiles no layer of lpq: use torch.export.export, or script "
+            "lpq.restore(model)"
+        )
+
     place = former_attribute("layer.place", "qualified_name")
 
     @property

@@ -94,6 +94,17 @@ def test_a_trace_by_torch_jit_is_refused_in_words() -> None:
     assert torch.equal(torch.jit.trace(model, (x,))(x[:3]), model(x[:3]))
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", None])
+def test_a_script_of_torch_jit_is_refused_in_words(recipe: str | None) -> None:
+    """Its compiler complained of the annotation of an attribute, and named no layer."""
+    model = lpq.convert(nn.Sequential(nn.Linear(48, 32)), "mxfp8")
+    model[0].recipe = recipe
+    with pytest.raises(RuntimeError, match=r"^layer 0, lpq\.nn\.Linear\(48, 32\): torch\.jit\.script .*lpq\.restore"):
+        torch.jit.script(model)
+    x = torch.randn(3, 48)
+    assert torch.equal(torch.jit.script(lpq.restore(model))(x), model(x))
+
+
 def _trained(model: nn.Module, x: torch.Tensor) -> list[nn.Parameter]:
     model.zero_grad()
     model(x).square().sum().backward()
