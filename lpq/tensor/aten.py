@@ -393,7 +393,8 @@ def _decode_and_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     warn(  # Python shows the same text from the same place once
         f"{func} has no form on the buffers of {tensors[0].quantizer if tensors else 'a quantized tensor'}: "
         f"it runs on the decoded tensor, in high precision{copy}. Where that is meant, call it on "
-        f"dequantize(){AVERAGE if tensors and tensors[0].title and func in AVERAGING else ''}",
+        "dequantize(), through which no gradient flows"
+        f"{AVERAGE if tensors and tensors[0].title and func in AVERAGING else ''}",
         PrecisionWarning,
     )
     return cast("Any", func(*args, **kwargs))

@@ -238,7 +238,8 @@ class QuantizedTensor(Gathered, Tensor):
         )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor it stands for, in its own dtype or in ``dtype``; from the row operand if it is there."""
+        """The tensor it stands for, in its own dtype or in ``dtype``; from the row operand if it is there. No gradient
+        flows through it."""
         if (row := self.stored[0]) is not None:
             return decode(row, dtype or self.dtype).reshape(self.shape)
         return decode(self.operand("col"), dtype or self.dtype).t().contiguous().reshape(self.shape)

@@ -195,3 +195,12 @@ def test_distributed_checkpoints_hold_it(text: str, tmp_path) -> None:
     target = {"w": torch.empty_like(t)}
     dcp.load(target, checkpoint_id=str(tmp_path), no_dist=True)
     assert equal_quantized(target["w"], t)
+
+
+def test_the_warning_of_a_decoded_operator_says_that_its_remedy_has_no_gradient() -> None:
+    """A penalty on a stored weight would be taken out of training in silence."""
+    weight = nn.Parameter(lpq.quantizer("mxfp8").quantize(torch.ones(32, 32)))
+    with pytest.warns(PrecisionWarning, match=r"call it on dequantize\(\), through which no gradient flows"):
+        weight.square().sum().backward()
+    assert weight.grad is not None
+    assert not weight.dequantize().requires_grad
