@@ -12,6 +12,7 @@ from torch import nn
 
 import lpq
 from lpq import checkpoint
+from lpq.core import QuantizedTensor
 from lpq.optim import MasterWeights, load_high_precision
 
 accelerate: Any = pytest.importorskip("accelerate", reason="needs accelerate, which `make install` brings")
@@ -37,6 +38,10 @@ def masters(optimizer: Any) -> list[torch.Tensor]:
     return [*getattr(optimizer, "optimizer", optimizer).masters.values()]
 
 
+def decoded(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+
+
 def test_a_checkpoint_has_the_optimizer_for_which_it_stands(tmp_path: Path) -> None:
     model = net()
     optimizer = prepared(model, steps=2)
@@ -60,3 +65,33 @@ def test_masters_are_filled_through_it() -> None:
     assert all(map(torch.equal, masters(optimizer), (plain[0].weight, plain[2].weight)))
     with pytest.raises(TypeError, match=r"masters of a MasterWeights, and got a SGD: pass MasterWeights\(optimizer\)"):
         load_high_precision(model, plain.state_dict(), torch.optim.SGD(model.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("weights", [None, "quantized"])
+def test_a_run_goes_on_from_a_state_that_accelerate_saved(weights: Any, tmp_path: Path) -> None:
+    """Its own files hold codes and masters, too. Control: safetensors does not, and refuses them."""
+
+    def run(seed: int, first: int, saves: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(seed)
+        model = lpq.convert(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)), "fp8-delayed", weights=weights)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        accelerator = accelerate.Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(model, MasterWeights(optimizer) if weights else optimizer)
+        if not saves:
+            accelerator.load_state(tmp_path)
+        for step in range(first, 4):
+            if saves and step == 2:
+                accelerator.save_state(tmp_path, safe_serialization=False)
+                if weights:
+                    with pytest.raises(TypeError, match="has no storage of its own"):
+                        accelerator.save_state(tmp_path / "refused")
+            (model(X + step) - X).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    done, resumed = run(0, 0, saves=True), run(1, 2, saves=False)
+    assert any("amax_history" in name for name in done)
+    assert done.keys() == resumed.keys()
+    assert all(torch.equal(decoded(value), decoded(resumed[name])) for name, value in done.items())
