@@ -22,6 +22,7 @@ from lpq.cli.memory import unit_for
 from lpq.cli.models import NAMED, Chosen, ModelError, alike, layer_sizes, left_out, on_meta, patterns
 from lpq.cli.output import Json, as_json, print_text
 from lpq.nn.conversion_plan import rule_names
+from lpq.nn.names import plain_name
 from lpq.recipes import Recipe
 from lpq.recipes.policy_sources import refuse_rules
 from lpq.recipes.rules import LEAVE
@@ -116,7 +117,7 @@ def advise(
     if line is not None:
         _convert(built, _policy(best, skipped), world)  # so that what is pasted is known to work
     sentences = [provenance(card), *dict.fromkeys(warned), *_reasons(card, recipes, groups, best, slow, line)]
-    sentences += [text for text in (_too_large(card, memories["bf16"]), unknown) if text]
+    sentences += [text for text in (_frozen(built, groups), _too_large(card, memories["bf16"]), unknown) if text]
     if json:
         as_json(
             {
@@ -284,6 +285,17 @@ def _reasons(
         faster = "faster" if line is None else "faster still"
         sentences.append(f"{', '.join(narrow)}: {faster}, with codes of 4 bits; compare the loss before you choose it.")
     return sentences + _of_experts(card, recipes, groups)
+
+
+def _frozen(model: nn.Module, groups: Sequence[LayerGroup]) -> str | None:
+    """Say that layers whose weights are frozen are predicted as others are; None if there are none."""
+    modules = model.named_modules()
+    trained = {plain_name(name) for name, module in modules if any(p.requires_grad for p in module.parameters())}
+    frozen = [g.title for g in groups if not trained.issuperset(g.names)]
+    if not frozen:
+        return None
+    named = ", ".join(frozen)
+    return f"{named}: predicted as if all were trained. A step of a frozen weight makes two of the three products."
 
 
 def _too_large(card: Gpu, memory: observe.Memory) -> str | None:

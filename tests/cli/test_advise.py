@@ -175,6 +175,21 @@ def test_sizes_that_are_multiplied_in_bf16_are_told_and_left_out(
     assert said.startswith("0: inputs, outputs or tokens")
 
 
+def frozen() -> nn.Module:
+    return nn.Sequential(nn.Linear(8192, 8192).requires_grad_(False), nn.Linear(8192, 4096))
+
+
+def test_layers_that_are_frozen_are_told(lpq: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    found = advised(lpq, "test_advise:frozen", "--gpu", "h100", "--recipe", "fp8-current")
+    assert [said.partition(".")[0] for said in found["remarks"] if "frozen" in said] == [
+        "0: predicted as if all were trained"
+    ]
+    assert found["rank_bytes"]["bf16"] == 4 * (8192 * 8193 + 4 * 4096 * 8193), (
+        "no gradients, and no moments, of the first"
+    )
+
+
 class Beside(nn.Module):
     """A layer beside matrices that no layer of lpq reaches."""
 
