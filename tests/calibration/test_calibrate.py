@@ -195,6 +195,24 @@ def test_calibrating_again_does_not_depend_on_what_was_static() -> None:
     assert equal_states(statics(net), statics(fresh))
 
 
+@pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4"])
+def test_weights_that_outgrow_their_scale_are_cut_until_calibrated_again(recipe: str) -> None:
+    net = converted(recipe)
+    lpq.calibrate(net, data())
+    layer = next(one for one in net.modules() if isinstance(one, lpq.nn.Linear))
+    static = layer.static_values()["w_amax"].clone()
+    with torch.no_grad():
+        layer.weight[0, 0] = 4 * static
+
+    def largest() -> float:
+        state = {"amax": layer.static_values()["w_amax"]}
+        return float(layer.recipe.w.quantize(layer.weight.detach(), state=state).dequantize().abs().max())
+
+    assert largest() <= 1.01 * static
+    lpq.calibrate(net, data())
+    assert largest() > 3.9 * static
+
+
 def test_a_recipe_that_is_static_from_the_start_is_filled() -> None:
     net = converted("x=fp8(static=true), w=fp8(static=true), dy=fp8()")
     lpq.calibrate(net, data())
