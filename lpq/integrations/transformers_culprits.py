@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lpq.nn import set_step
 from lpq.observe import Before, Course, Culprits
 from lpq.observe.culprits import check_search
 from lpq.observe.readings import NumericsError, check_whole
@@ -39,8 +41,9 @@ class _Pass(NamedTuple):
 class _Culprits:
     """Compares the loss of each step, and the norm that the gradients have before the Trainer clips them, with the
     steps before. A step that leaves this course is replayed before the optimizer steps, with a warning of the culprits;
-    ``found`` has them by step. Later steps are not replayed before one was on the course again. The course is kept in
-    the Trainer's checkpoints. The host waits for the loss in each step."""
+    ``found`` has them by step. If it is not finite, it is done again with the layers that are promoted. Later steps are
+    not replayed before one was on the course again. The course is kept in the Trainer's checkpoints. The host waits for
+    the loss in each step."""
 
     def __init__(
         self, *, course: Course | None = None, promote: int = 0, most: int = 3, least: float = 0.1, replays: int = 64
@@ -116,10 +119,16 @@ class _Culprits:
                 losses.append(loss.detach() * one.share / scale)
             return torch.stack(losses).sum()
 
-        loss = torch.stack([one.loss * one.share / scale for one in passes]).sum()
-        norm = self._norm / scale
-        if words := self._trigger.look(passes[0].run, state.global_step, _mean(loss), _mean(norm), closure, before):
+        loss = _mean(torch.stack([one.loss * one.share / scale for one in passes]).sum())
+        norm, promotions = _mean(self._norm / scale), len(self._trigger.promoted)
+        if words := self._trigger.look(passes[0].run, state.global_step, loss, norm, closure, before):
             warn(words)
+        if len(self._trigger.promoted) > promotions and not (math.isfinite(loss) and math.isfinite(norm)):
+            before.restore()
+            model.zero_grad()
+            set_step(model, state.global_step)
+            closure()
+            _clip(model, args.max_grad_norm)
 
     def _note(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._before is not None and model.training:
@@ -147,6 +156,14 @@ class _Culprits:
 
 def _loss(output: Any) -> Any:
     return output.get("loss") if isinstance(output, Mapping) else output[0]
+
+
+def _clip(model: nn.Module, most: float | None) -> None:
+    """Clip gradients as the Trainer does, which has clipped the gradients before these."""
+    part = min(1.0, most / (float(gradient_norm(model)) + 1e-6)) if most else 1.0
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(part)
 
 
 def _mean(value: Tensor) -> float:

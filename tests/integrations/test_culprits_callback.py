@@ -124,6 +124,33 @@ def test_a_nan_that_stays_is_replayed_once(tmp_path: Path) -> None:
     assert [*finds.found] == [2, 6]
 
 
+@pytest.mark.parametrize("promote", [0, 2])
+def test_a_step_that_is_no_number_is_done_again_where_layers_are_promoted(promote: int, tmp_path: Path) -> None:
+    """A step of two parts. Without that its weights are NaN from then on."""
+    net = converted("mxfp8")
+    layer = net.model.layers[0].mlp.up_proj
+    steps, norms = [-1], list[float]()
+
+    class Looks(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            steps.append(state.global_step)
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+    def plant(_: Any, args: tuple[Tensor]) -> tuple[Tensor]:
+        return (args[0] * 1e38 * 1e2 if steps[-1] == 2 and layer.recipe == lpq.recipe("mxfp8") else args[0],)
+
+    layer.register_forward_pre_hook(plant)
+    finds = CulpritsCallback(promote=promote, most=1)
+    done = trainer(net, tmp_path, LpqCallback(), finds, Looks(), gradient_accumulation_steps=2, max_grad_norm=0.5)
+    with pytest.warns(UserWarning, match=r"(?s)step 3: the (loss|gradient norm) is nan.*up_proj"):
+        done.train()
+    assert all(bool(p.isfinite().all()) for p in net.parameters()) == bool(promote)
+    assert norms[2] == pytest.approx(0.5, rel=1e-4) or not promote  # clipped as the others
+
+
 class Notes(Course):
     """A course that notes what each step has."""
 
