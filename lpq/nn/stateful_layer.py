@@ -225,7 +225,8 @@ class StatefulLayer(nn.Module):
     def own_buffers(self) -> None:
         """Give the layer buffers of its own in place of borrowed ones, before they are filled or moved one by one."""
         for name in self.passes.borrowed:
-            setattr(self, name, getattr(self, name).clone())
+            with torch.inference_mode(False):  # an evaluation may be the first to need them
+                setattr(self, name, getattr(self, name).clone())
         self.passes.borrowed = ()
 
     def static_values(self) -> dict[str, Tensor]:

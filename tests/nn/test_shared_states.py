@@ -191,6 +191,19 @@ def test_another_recipe_or_device_ends_it() -> None:
     assert fused.layers[2].passes.borrowed == ()
 
 
+def test_buffers_that_an_evaluation_makes_are_moved_afterwards() -> None:
+    """The first layer gets another recipe, and the next one buffers of its own in the next pass. Made under inference
+    mode, these could not be moved, and backward failed."""
+    fused = block()
+    steps(fused, count=1)
+    fused.layers[0].recipe = "mxfp8"
+    with torch.inference_mode():
+        assert shared_state([*fused.layers][1:])
+    assert fused.layers[1].passes.borrowed == ()
+    fused.layers[1](given(1)).sum().backward()
+    assert fused.layers[2].x_amax == given(1).abs().max()
+
+
 def test_layers_that_encode_for_themselves_have_states_of_their_own_again() -> None:
     apart, fused = block(fused=False), block()
     assert equal(steps(fused), steps(apart))
