@@ -35,6 +35,8 @@ class HeldWeight:
     """The value of ``write_stamp`` for the weight when it was encoded."""
     memory: Tensor
     """The memory of the weight, kept so that no other memory gets its address."""
+    stats: list[Tensor]
+    """The statistics that its state takes when it is released: until then observers get the state it was encoded by."""
 
     def is_of(self, weight: Tensor, quantizer: Quantizer) -> bool:
         """Whether this is still the weight, unchanged and encoded by this quantizer."""

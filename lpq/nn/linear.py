@@ -251,7 +251,7 @@ class Layer(WeightedLayer):
                 f"{self.title}: hold_weights is for weights that are not sharded; FSDP2 keeps gathered ones for "
                 "several passes by reshard_after_forward=False and set_reshard_after_backward(False)"
             )
-        state = self.states().get("w")
+        state, stats = self.states().get("w"), list[Tensor]()
         with torch.no_grad():
             weight: Tensor = self.weight.t() if self.transposed else self.weight
             buffers = weight_operands(plan, self.weight, None, col=True)
@@ -260,13 +260,15 @@ class Layer(WeightedLayer):
                 row, col, stats = encode_operands(plan.w, weight, col=not plan.w_at_use, state=memory, measures=fresh)
                 assert row is not None
                 buffers = row.tensors(), () if col is None else col.tensors()
-                if state is not None:
-                    remember(plan.w, state, stats)
         stamp, storage = write_stamp(self.weight), self.weight.detach()
-        self.passes.held_weight = HeldWeight(*buffers, self.weight, plan.w, stamp, storage)
+        stats = [] if state is None else stats
+        self.passes.held_weight = HeldWeight(*buffers, self.weight, plan.w, stamp, storage, stats)
 
     def release_weight(self) -> None:
-        self.passes.held_weight = None
+        held, plan, self.passes.held_weight = self.passes.held_weight, self.passes.plan, None
+        state = self.states().get("w")
+        if held is not None and plan is not None and plan.w == held.quantizer and held.stats and state is not None:
+            remember(plan.w, state, held.stats)
 
     def held_weight(self) -> HeldWeight | None:
         """The encoded weight; an error if it is out of date, which a compiled pass does not check."""

@@ -57,6 +57,24 @@ def test_a_stored_weight_whose_format_remembers_is_held() -> None:
     assert not module.w_amax_history.any()  # nothing was measured of it
 
 
+def test_observers_see_a_held_weight_as_it_was_encoded() -> None:
+    """Its state moves when it is released, once for all passes."""
+    module, seen = layer("fp8-delayed"), list[Any]()
+
+    class Take:
+        def observe(self, one: Any) -> None:
+            seen.extend(one.decoded() if one.name == "w" else ())
+
+    with lpq.hold_weights(module):
+        held, side = module.held_weight(), module.recipe.w.side("row")
+        for _ in range(2):
+            with lpq.observe.observing(module, Take()):
+                module(x()).sum().backward()
+        row = side.storage.from_tensors([*held.row], side, (32, 64), torch.float32).decode()
+        assert [torch.equal(seen[i], row) for i in (0, 2)] == [True, True]
+    assert module.w_amax_history.count_nonzero() == 1
+
+
 def test_a_compiled_layer_whose_held_weight_was_changed_is_refused_on_leaving() -> None:
     torch._dynamo.reset()
     module = layer("fp8-current")
