@@ -97,6 +97,21 @@ def test_adapters_that_go_on_over_states_that_were_not_saved_warn(tmp_path: Path
     assert not equal_states(early.model.state_dict(), done.model.state_dict())
 
 
+@pytest.mark.parametrize(("recipe", "alike"), [("nvfp4", True), ("fp8-delayed", False)])
+def test_loaded_adapters_give_the_same_outputs_where_the_base_remembers_nothing(
+    recipe: str, alike: bool, tmp_path: Path
+) -> None:
+    peft: Any = pytest.importorskip("peft", reason="needs peft, which `make install` brings")
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    trained = peft.get_peft_model(converted(recipe), adapters)
+    batch = {name: value[None] for name, value in llama.examples(1)[0].items()}
+    trained(**batch).loss.backward()
+    trained.save_pretrained(tmp_path)
+    read = peft.PeftModel.from_pretrained(converted(recipe), tmp_path)
+    with torch.no_grad():
+        assert torch.equal(read.eval()(**batch).logits, trained.eval()(**batch).logits) == alike
+
+
 def test_states_begin_afresh_only_where_there_were_some_before() -> None:
     model = converted(
         {"rules": [{"match": "*_proj", "recipe": "mxfp8", "until": 2}, {"match": "*_proj", "recipe": "fp8-delayed"}]}
