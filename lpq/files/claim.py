@@ -126,7 +126,9 @@ def whole_file(target: Path) -> Iterator[BinaryIO]:
             yield file
         disk.publish(claim.partial / target.name, target)
     except RuntimeError as error:  # where the disk is full, torch tells a position, in the context of the fault
-        raise (error.__context__ or error) from None
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
     finally:
         claim.release()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lpq.files import claim
-from lpq.files.claim import Claim
+from lpq.files.claim import Claim, whole_file
 from lpq.files.errors import CheckpointError
 
 
@@ -40,3 +40,18 @@ def test_where_the_file_system_has_no_locks_all_counts_as_left_behind(
     assert not (second.partial / "half").exists()
     second.release()
     assert not second.partial.exists()
+
+
+@pytest.mark.parametrize(("first", "told"), [(ValueError("a NaN"), RuntimeError), (OSError("disk full"), OSError)])
+def test_an_error_that_is_not_of_the_file_is_told_as_it_is(first: Exception, told: type, tmp_path: Path) -> None:
+    """A run that fails may save in its handler. Control: an error of the system behind torch's is told in its place."""
+
+    def save() -> None:
+        with whole_file(tmp_path / "x"):
+            try:
+                raise first
+            except type(first):
+                raise RuntimeError("out of memory")  # noqa: B904
+
+    with pytest.raises(told):
+        save()
