@@ -63,6 +63,8 @@ class _Callback:
         ``watch``: write ``numerics.jsonl`` every ``watch`` steps; ``options`` go to ``lpq.observe.numerics``."""
         self.any_policy, self.report, self.watch, self.options = any_policy, report, watch, options
         self.numerics: Numerics | None = None
+        self._folder = Path()
+        """Where its statistics go."""
         self._saved_policy: dict[str, Any] | None = None
         self._step: ExitStack | None = None
         self._hook: Any = None
@@ -109,6 +111,7 @@ class _Callback:
             run = trainer.strategy.model  # the module itself, or what keeps its replicas equal
             own = {"process_group": run.process_group} if isinstance(run, DistributedDataParallel) else {}
             self.numerics = numerics(pl_module, every=self.watch, step=trainer.global_step, **{**own, **self.options})
+            self._folder = Path(trainer.log_dir or trainer.default_root_dir)  # rank 0 sends it to all, who are here
         if self.report and trainer.is_global_zero:
             print(lpq.report(pl_module))
 
@@ -128,10 +131,8 @@ class _Callback:
         self._write(trainer)
 
     def _write(self, trainer: Any) -> None:
-        if self.numerics is not None:
-            folder = Path(trainer.log_dir or trainer.default_root_dir)  # all ranks ask for it, as rank 0 sends it
-            if trainer.is_global_zero:
-                self.numerics.write(folder / "numerics.jsonl")
+        if self.numerics is not None and trainer.is_global_zero:
+            self.numerics.write(self._folder / "numerics.jsonl")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._close(exception)

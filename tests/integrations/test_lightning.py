@@ -145,15 +145,20 @@ def test_steps_are_watched_and_the_report_is_printed(
     assert model.losses == unwatched.losses
 
 
-def test_a_step_that_fails_while_it_is_watched_ends_the_watching(tmp_path: Path) -> None:
+def test_a_step_that_fails_while_it_is_watched_ends_the_watching(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, callback = Boring(), LpqCallback(report=False, watch=1)
     wrong = loader([*batches(), torch.randn(32, 65)])
     with pytest.raises(ValueError, match="its last dimension must be 64"):
         boring.trainer(tmp_path, LpqPrecision("mxfp8"), callback).fit(model, wrong)
     assert {one.step for one in lpq.observe.Readings.read(tmp_path / "numerics.jsonl").readings()} == {0, 1}
     again = Boring()
-    fit(tmp_path / "b", again, "mxfp8", callback=callback)
+    made = fit(tmp_path / "b", again, "mxfp8", callback=callback)
     assert callback.numerics is not None
+    # A rank that fails alone may save a checkpoint, and the folder is asked for on all ranks together.
+    monkeypatch.setattr(type(made), "log_dir", property(lambda _: pytest.fail("the others wait")))
+    callback.on_save_checkpoint(made, again, {})
     assert {one.step for one in callback.numerics.readings()} == set(range(STEPS))
 
 
