@@ -67,9 +67,9 @@ def under_error(layers: Sequence[Sequence[Option]], error: float) -> list[Option
 
 
 def hull(options: Sequence[Option]) -> list[Option]:
-    """The options that are worth their error, from the most exact to the fastest one."""
+    """The options that are worth their error, from the most exact to the fastest one; of equal ones whole recipes."""
     points: list[Option] = []
-    for option in sorted(options, key=lambda one: (one.square, one.seconds)):
+    for option in sorted(options, key=lambda one: (one.square, one.seconds, len({*one.products}))):
         if points and option.seconds >= points[-1].seconds:
             continue
         while len(points) > 1 and _price(points[-2], points[-1]) >= _price(points[-1], option):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -49,6 +49,8 @@ USUAL = ("mxfp8", "nvfp4")
 COLUMNS = ("layer", *GEMMS, "times as fast", "error")
 Seconds = Callable[[str, Recipe | None], float]
 """The seconds of a step of the layer with this name by a recipe; None: as the layer is without lpq."""
+Times = Mapping[tuple[str, ...], float]
+"""The seconds of a layer by the recipes that fprop, dgrad and wgrad are taken from."""
 Shapes = Mapping[str, Sequence[StackShape]]
 Clock = Callable[[Shapes, Replay, Parts], Seconds]
 """Returns the seconds of the layers of these shapes. It takes a replay, and the recipes with which that is exact."""
@@ -276,20 +278,17 @@ def _search(
             products: _composed(by_text, products) for products in itertools.product(by_text, repeat=len(GEMMS))
         }
         whole = {products: recipe for products, recipe in composed.items() if recipe is not None}
-        timed = {name: {products: took(name, recipe) for products, recipe in whole.items()} for name in layers}
+        timed: dict[str, Times] = {
+            name: {products: took(name, recipe) for products, recipe in whole.items()} for name in layers
+        }
+        limit_of = partial(_time_limit, budget, plain)
         if kept == "time":
-            of_text = {text: sum(times[(text,) * len(GEMMS)] for times in timed.values()) for text in by_text}
-            limit = _limit(budget, of_text, sum(plain.values()))
-            least = sum(min(times.values()) for times in timed.values())
-            if least > limit * (1 + ROUNDING):
-                raise OptionError(
-                    f"search: no choice among {', '.join(by_text)} takes less than "
-                    f"{least / sum(plain.values()):.3f} of bf16's time, and the budget is {budget!r}: allow "
-                    "as much, or add a recipe"
-                )
+            limit_of(timed)
         gradients = GradientError(OverRanks(model), replays, exact)
         _refuse_no_gradient(gradients, any(p.grad is not None for p in model.parameters()))
         squares = _squares(layers, by_text, lambda layer, recipe: gradients.of({**exact, layer: recipe}) ** 2, tell)
+        made = {(name, product) for (name, product, _), square in squares.items() if square}
+        timed = {name: _of_made(times, [p for p in GEMMS if (name, p) in made]) for name, times in timed.items()}
 
         def options(name: str) -> list[Option]:
             own = []
@@ -301,7 +300,7 @@ def _search(
         by_layer = {name: options(name) for name in layers}
         uniform = {text: [_uniform(each, text) for each in by_layer.values()] for text in by_text}
         if kept == "time":
-            choice = under_time([*by_layer.values()], limit)
+            choice = under_time([*by_layer.values()], limit_of(timed))
         else:
             limit = _limit(budget, {text: _error(each) for text, each in uniform.items()}, 1.0)
             choice = under_error([*by_layer.values()], limit)
@@ -317,6 +316,31 @@ def _search(
         choices, names = dict(zip(layers, choice, strict=True)), rule_names(model)
         own_names = {name: names[name] for name in choices}
         return SearchResult(choices, plain, _error(choice), error_of(choice), beside, own_names)
+
+
+def _time_limit(budget: float | str, plain: Mapping[str, float], timed: Mapping[str, Times]) -> float:
+    """The seconds that the budget allows; an error if no choice takes so little."""
+    texts = dict.fromkeys(text for times in timed.values() for products in times for text in products)
+    of_text = {text: sum(times[(text,) * len(GEMMS)] for times in timed.values()) for text in texts}
+    limit = _limit(budget, of_text, sum(plain.values()))
+    least = sum(min(times.values()) for times in timed.values())
+    if least > limit * (1 + ROUNDING):
+        raise OptionError(
+            f"search: no choice among {', '.join(texts)} takes less than {least / sum(plain.values()):.3f} of bf16's "
+            f"time, and the budget is {budget!r}: allow as much, or add a recipe"
+        )
+    return limit
+
+
+def _of_made(times: Times, made: Collection[str]) -> Times:
+    """The seconds where only these products are made, and no recipe saves time for the others, as for wgrad of a frozen
+    weight: they have no error by any."""
+
+    def run(products: tuple[str, ...]) -> tuple[str, ...]:
+        texts = tuple(text if p in made else BF16 for p, text in zip(GEMMS, products, strict=True))
+        return texts if texts in times else products
+
+    return {products: times[run(products)] for products in times}
 
 
 def _refuse_no_gradient(gradients: GradientError, is_there: bool) -> None:

@@ -229,16 +229,17 @@ def test_weights_that_are_whole_on_each_rank_count_once(rank: int) -> None:
 
 @on_ranks(2)
 def test_ranks_of_fsdp2_search_as_one(rank: int) -> None:
-    """The planted layer's product stays exact, and all ranks have the same errors."""
+    """The planted layer's product stays exact, and all ranks have the same errors. Two of the twelve products are not
+    made: dgrad of the first layer, and wgrad of the planted one, which is frozen."""
     net = sharded(planted("fp8-current"))
     closure = closure_of(net, rank)
 
     def seconds(_: str, recipe: Any) -> float:
         return 3.0 if recipe is None else sum(1.0 if a.plain else 0.5 for a, _ in recipe.products.values())
 
-    found = lpq.search(net, [closure, closure], recipes=["nvfp4"], time=6.5 / 12, seconds=seconds)
+    found = lpq.search(net, [closure, closure], recipes=["nvfp4"], time=7.5 / 12, seconds=seconds)
     exact = [(name, i) for name, one in found.choices.items() for i, text in enumerate(one.products) if text == "bf16"]
-    assert exact == [("2.layer", 0)]
+    assert exact == [("2.layer", 0), ("2.layer", 2)]
     error = torch.tensor([found.error, -found.error], dtype=torch.float64)
     dist.all_reduce(error, dist.ReduceOp.MAX)
     assert error.sum() == 0
