@@ -106,6 +106,14 @@ def _check(name: str, module: Any, layer: Layer, adapter: str) -> None:
         why = "is over a weight that is sharded, and that is not built: train it in one process"
     elif module.merged:
         why = "is merged already"
+    elif isinstance(layer.weight, QuantizedTensor) and any(
+        side.state for side in layer.weight.quantizer.state_branches().values()
+    ):
+        why = (
+            f"is over a weight that is stored as {layer.weight.quantizer}: a merged one is stored by statistics of its "
+            "own, and training encodes it by remembered ones: convert without weights=, or by a recipe whose weights "
+            "remember nothing"
+        )
     if why is not None:
         raise ValueError(f"{name}: its adapter {adapter!r} {why}")
 

@@ -114,14 +114,30 @@ def test_merged_models_are_exported(tmp_path: Path) -> None:
         assert torch.equal(lpq.load_quantized(mlp().bfloat16(), tmp_path / "merged")(X), expected)
 
 
-def test_a_base_in_high_precision_keeps_them_too() -> None:
+REMEMBERED_INPUTS = "x=fp8(scaling=delayed), w=fp8(), dy=fp8()"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "weights"),
+    [("fp8-current", None), ("fp8-delayed", None), ("fp8-current", "quantized"), (REMEMBERED_INPUTS, "quantized")],
+)
+def test_other_bases_keep_them_too(recipe: str, weights: Any) -> None:
     torch.manual_seed(3)
-    model = merge_aware(
-        peft.get_peft_model(lpq.convert(mlp(), "fp8-current"), peft.LoraConfig(r=4, target_modules=["up", "down"]))
-    )
-    expected = moved(model, X.float())
+    base = lpq.convert(mlp(), recipe, weights=weights)
+    model = merge_aware(peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["up", "down"])))
+    model(X.float()).sum().backward()
+    expected = moved(model.eval(), X.float())
     with torch.no_grad():
         assert torch.equal(model.merge_and_unload()(X.float()), expected)
+
+
+def test_a_stored_weight_that_training_encodes_by_what_is_remembered_is_refused() -> None:
+    base = lpq.convert(mlp(), "fp8-delayed", weights="quantized")
+    made = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["up"]))
+    with pytest.raises(
+        ValueError, match=r"up: its adapter 'default' is over a weight that is stored as fp8\(scaling=del"
+    ):
+        merge_aware(made)
 
 
 @pytest.mark.parametrize(
