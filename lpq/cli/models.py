@@ -160,7 +160,7 @@ def patterns(names: Iterable[str], others: Iterable[str]) -> list[str]:
     """Patterns for a rule that match these layers and none of the others. A ``*`` stands for numbers, where it can."""
     short: dict[str, list[str]] = {}
     for name in names:
-        short.setdefault(numberless(name), []).append(name)
+        short.setdefault(numberless(exactly(name)), []).append(name)
     taken = matching(short, [*others])
     every: list[str] = []
     for pattern, own in short.items():

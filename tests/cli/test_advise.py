@@ -113,7 +113,7 @@ def test_a_pattern_stands_for_numbers_only_where_it_matches_no_other_layer() -> 
     names = ["a.0.q", "a.1.q", "a.2.q", "b.0", "b.1", "c.1"]
     assert patterns(names, ["a.0.k", "b.0.q"]) == ["a.*.q", "b.0", "b.1", "c.1"]
     assert patterns(names[:2], ["a.2.q"]) == ["a.0.q", "a.1.q"]
-    assert patterns(["x[0]", ""], []) == ["x[[]0]", "*"]
+    assert patterns(["x[0]", "", "y[a].0", "y[a].1"], []) == ["x[[]0]", "*", "y[[]a].*"]
     assert [(one.title, one.size) for one in alike({"0": 1, "1": 2, "2": 1})] == [("0, 2", 1), ("1", 2)]
 
 
