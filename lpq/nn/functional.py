@@ -159,8 +159,10 @@ def check_tensors(title: str, x: Tensor, weight: Tensor, bias: Tensor | None) ->
         )
     if x.device != weight.device:
         raise on_two_devices(title, x, weight)
-    if bias is not None and (bias.shape != weight.shape[:2] or bias.device != x.device):
+    if bias is None:
+        return
+    if bias.shape != weight.shape[:2] or bias.device != x.device or not bias.is_floating_point():
         raise ValueError(
-            f"{title}: the bias is {list(bias.shape)} on {bias.device}, and must be {list(weight.shape[:2])} on "
-            f"{x.device}"
+            f"{title}: the bias is {bias.dtype}, {list(bias.shape)} on {bias.device}, and must be floating, "
+            f"{list(weight.shape[:2])} on {x.device}"
         )

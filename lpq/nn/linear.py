@@ -26,7 +26,7 @@ from lpq.nn.stateful_layer import states_of
 from lpq.nn.step import Shapes, bind_few
 from lpq.nn.weighted_layer import WeightedLayer
 from lpq.operations import encode_operands, remember
-from lpq.operations.argument_checks import unfit_bias
+from lpq.operations.argument_checks import check_bias
 from lpq.operations.binding import on_device
 from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
 from lpq.operations.random_seeds import drawn, drawn_by_operator, with_one_turn
@@ -175,8 +175,8 @@ class Layer(WeightedLayer):
             check(self, input, weight)
             if check_of_ranks is None or not grad:
                 self.compare_in_pass(first=grad)
-            if bias is not None and (bias.shape != (self.out_features,) or bias.device != input.device):
-                raise unfit_bias(bias, self.out_features, input.device)
+            if bias is not None:
+                check_bias(bias, self.out_features, input.device)
             shapes = self._shapes(input, weight, dtype, w_held, x_encoded)._replace(arrived=arrives)
             with on_device(shapes.device):
                 inputs = self.model.inputs if plan.shares and not x_encoded else None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lpq.formats.format import Storage
 from lpq.formats.layout import check_there
-from lpq.operations.argument_checks import unfit_bias
+from lpq.operations.argument_checks import check_bias
 from lpq.operations.binding import Multiply, Product, on_device
 from lpq.operations.bound import product
 from lpq.operations.decoding import decode
@@ -52,8 +52,8 @@ def gemm(
     first, second = a.tensors(), b.tensors()
     if first[0].device != second[0].device:
         raise ValueError(f"gemm: a is on {first[0].device} and b on {second[0].device}: move one to the other")
-    if bias is not None and (getattr(bias, "shape", None) != (b.shape[0],) or bias.device != first[0].device):
-        raise unfit_bias(bias, b.shape[0], first[0].device)
+    if bias is not None:
+        check_bias(bias, b.shape[0], first[0].device)
     basis = a.quantizer.basis
     if basis is not None and basis.drawn and not in_a_pass:
         left, right = (decode(operand, torch.float32) for operand in (a, b))

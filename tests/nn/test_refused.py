@@ -177,9 +177,26 @@ def test_a_bias_that_does_not_fit(text: str, device: str) -> None:
     elsewhere = "meta" if device == "cpu" else "cpu"
     with pytest.raises(ValueError, match=rf"the bias is on {elsewhere} and the operands are on {device}: move one"):
         lpq.gemm(a, b, bias=torch.zeros(32, device=elsewhere))
+    for dtype in (torch.int64, torch.complex64):  # the imaginary part was dropped
+        with pytest.raises(TypeError, match=rf"gemm: the bias is {dtype}: cast it to a floating dtype"):
+            lpq.gemm(a, b, bias=torch.zeros(32, dtype=dtype, device=device))
     with pytest.raises(TypeError, match="the bias is a list: it must be a tensor, or None"):
         lpq.gemm(a, b, bias=[0.0] * 32)
     assert lpq.gemm(a, b, bias=torch.zeros(32, device=device)).shape == (48, 32)
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+def test_a_bias_that_is_not_floating(groups: int | None) -> None:
+    """The imaginary part was dropped."""
+    layer: Any = lpq.nn.Linear(32, 32, recipe="mxfp8")
+    rest: tuple[Any, ...] = ()
+    if groups is not None:
+        layer, rest = lpq.nn.GroupedLinear(groups, 32, 32, recipe="mxfp8"), ([2, 2],)
+    layer.bias = nn.Parameter(layer.bias.detach().to(torch.complex64))
+    with pytest.raises((TypeError, ValueError), match=r"the bias is torch\.complex64"):
+        layer(torch.ones(4, 32), *rest)
+    layer.bias = nn.Parameter(layer.bias.detach().real.double())
+    assert layer(torch.ones(4, 32), *rest).dtype == torch.float32  # control
 
 
 def test_a_second_derivative() -> None:
