@@ -221,6 +221,22 @@ def test_producers_wait_for_the_first_step(recipe: str) -> None:
     assert equal(_memories(nets[0]), _memories(nets[2]))
 
 
+def test_layers_that_no_gradient_passes_are_measured_in_every_step() -> None:
+    """As the first layers of a frozen backbone; control: without it they keep the scale of 1."""
+    found = {}
+    for options in ("", FRESH, STATE):
+        net = _net(_recipe(options))
+        net[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(net[2].parameters(), lr=0.1)
+        for number in range(3):
+            x = _batch(number).detach()
+            net(x).square().mean().backward()
+            optimizer.step()
+        found[options] = net[0](x)
+    assert torch.equal(found[FRESH], found[""])
+    assert not torch.equal(found[STATE], found[""])
+
+
 def test_it_is_refused_without_a_state() -> None:
     with pytest.raises(OptionError, match=r"fresh.*must be 'recall' but for scaling=delayed"):
         lpq.quantizer("fp8(fresh=measure)")
