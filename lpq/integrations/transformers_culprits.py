@@ -123,12 +123,15 @@ class _Culprits:
         norm, promotions = _mean(self._norm / scale), len(self._trigger.promoted)
         if words := self._trigger.look(passes[0].run, state.global_step, loss, norm, closure, before):
             warn(words)
-        if len(self._trigger.promoted) > promotions and not (math.isfinite(loss) and math.isfinite(norm)):
+        lost = scaler is None and not (math.isfinite(loss) and math.isfinite(norm))  # a scaler leaves such a step out
+        if lost and len(self._trigger.promoted) > promotions:
             before.restore()
             model.zero_grad()
             set_step(model, state.global_step)
             closure()
-            _clip(model, args.max_grad_norm)
+            if args.max_grad_norm:
+                most, own = args.max_grad_norm, gradient_norm(model)
+                nn.utils.clip_grads_with_norm_(model.parameters(), most, own, foreach=False)  # of several meshes
 
     def _note(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._before is not None and model.training:
@@ -156,14 +159,6 @@ class _Culprits:
 
 def _loss(output: Any) -> Any:
     return output.get("loss") if isinstance(output, Mapping) else output[0]
-
-
-def _clip(model: nn.Module, most: float | None) -> None:
-    """Clip gradients as the Trainer does, which has clipped the gradients before these."""
-    part = min(1.0, most / (float(gradient_norm(model)) + 1e-6)) if most else 1.0
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(part)
 
 
 def _mean(value: Tensor) -> float:

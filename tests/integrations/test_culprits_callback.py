@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import llama
 import pytest
 import torch
 from llama import STEPS, converted, losses, trainer, transformers
@@ -149,6 +151,25 @@ def test_a_step_that_is_no_number_is_done_again_where_layers_are_promoted(promot
         done.train()
     assert all(bool(p.isfinite().all()) for p in net.parameters()) == bool(promote)
     assert norms[2] == pytest.approx(0.5, rel=1e-4) or not promote  # clipped as the others
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_step_that_a_scaler_of_losses_leaves_out_is_not_done_again(scaled: bool) -> None:
+    """Its gradients are scaled, or known not to be finite. Control: without a scaler it is done again."""
+    net, state = converted("mxfp8"), SimpleNamespace(global_step=0, stateful_callbacks={})
+    layer, optimizer = net.model.layers[0].mlp.up_proj, SimpleNamespace()
+    if scaled:
+        optimizer.scaler = SimpleNamespace(get_scale=lambda: 8.0)
+    layer.register_forward_pre_hook(
+        lambda _, args: args[0] * (1e38 * 1e2 if layer.recipe == lpq.recipe("mxfp8") else 1.0)
+    )
+    finds = CulpritsCallback(promote=2, most=1)
+    finds.on_train_begin(None, state, None, net)
+    finds.on_step_begin(None, state, None, net)
+    (net(**{name: value[None] for name, value in llama.examples(1)[0].items()}).loss * 8 ** int(scaled)).backward()
+    with pytest.warns(UserWarning, match=r"(?s)step 1: the (loss|gradient norm) is nan.*up_proj"):
+        finds.on_pre_optimizer_step(SimpleNamespace(max_grad_norm=0.0), state, None, net, optimizer=optimizer)
+    assert bool(layer.weight.grad.isfinite().all()) != scaled
 
 
 class Notes(Course):
