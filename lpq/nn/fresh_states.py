@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lpq.distributed.optimizer_steps import Watcher
 from lpq.kernels.host_to_device import recording
 from lpq.nn.passes import Passes
+from lpq.operations.operators import ORDINARY
 from lpq.operations.reduce_statistics import Reductions
 from lpq.torch_private.tensors import local_part
 
@@ -77,7 +78,7 @@ def decide(layers: Sequence[HasStates]) -> None:
             values = [local_part(memory).flatten() for memory in state.values()]
             if tensor == "w" and layer.stores_weight:  # it is encoded where it is written, and not by its state
                 layer.passes.fresh = tuple(name for name in layer.passes.fresh if name != tensor)
-            elif tensor in layer.passes.fresh and not values[0].is_meta:
+            elif tensor in layer.passes.fresh and type(values[0]) in ORDINARY and not values[0].is_meta:
                 by_device.setdefault(values[0].device, []).append((layer, tensor, torch.cat(values).any()))
     for states in by_device.values():
         for (layer, tensor, _), has_moved in zip(states, torch.stack([m for *_, m in states]).tolist(), strict=True):

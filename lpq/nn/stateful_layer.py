@@ -88,7 +88,7 @@ class StatefulLayer(nn.Module):
                 "model.load_state_dict here"
             )
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.watch_fresh()
+        self.decide_fresh()
 
     def join(self, model: ConvertedModel) -> None:
         """Make it a layer of this model."""

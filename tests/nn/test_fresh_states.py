@@ -162,6 +162,22 @@ def test_going_on_is_going_on(how: str, steps: int) -> None:
     assert equal(_memories(again), _memories(net))
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_a_copy_with_states_that_moved_is_not_fresh_from_its_first_pass_on(copied: Callable[[Any], Any]) -> None:
+    """A layer found it out within the first pass, after the block around it had run the layers apart: activation
+    checkpointing, which ran them as one function, found other tensors than the first run had saved."""
+    torch.manual_seed(0)
+    block, x = lpq.convert(SwiGLU(64, 96), _recipe(FRESH)), torch.randn(8, 64)
+    block(x).sum().backward()
+    found = []
+    for run in (block.__class__.__call__, lambda net, x: checkpoint(net, x, use_reentrant=False)):
+        net = copied(block)
+        net.zero_grad()
+        run(net, x).sum().backward()
+        found.append([p.grad for p in net.parameters()])
+    assert equal(*found)
+
+
 def test_a_state_dict_without_memories_starts_afresh() -> None:
     net = _net(_recipe(FRESH))
     _train(net)
