@@ -47,10 +47,12 @@ def computes(node: Any, returned: bool = True) -> bool:
 
 
 def sum_in_place(weight: Tensor, where: Accumulate) -> Tensor | None:
-    """The tensor to which backward adds the gradient of the weight in place; None: there is no ``.grad`` yet, or the
-    weight is computed, and its gradient goes on to what it is computed of."""
+    """The tensor to which backward adds the gradient of the weight in place; None: there is no ``.grad`` yet, it is
+    sparse, as of an embedding with this weight, or the weight is computed, and its gradient goes on to what it is
+    computed of."""
     if where == "grad":
-        return weight.grad if weight.is_leaf else None
+        so_far = weight.grad if weight.is_leaf else None
+        return None if so_far is not None and so_far.is_sparse else so_far
     into: Tensor | None = getattr(weight, "main_grad", None)
     if into is None:
         raise RuntimeError(

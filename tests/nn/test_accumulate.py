@@ -229,3 +229,19 @@ def test_it_is_asked_at_little_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == []
     loss(summing("grad"), 0).backward()
     assert len(asked) == 2
+
+
+def test_a_sparse_gradient_is_left_to_autograd() -> None:
+    """As of an embedding that is tied to the layer: nothing is added to it in place."""
+    grads = []
+    for accumulate in (None, "grad"):
+        torch.manual_seed(0)
+        embedding, head = nn.Embedding(48, 64, sparse=True), nn.Linear(64, 48)
+        head.weight = embedding.weight
+        lpq.convert(nn.ModuleList([embedding, head]), "fp8-current", accumulate=accumulate)  # type: ignore[arg-type]
+        embedding(torch.arange(3)).sum().backward()
+        assert embedding.weight.grad is not None
+        assert embedding.weight.grad.is_sparse
+        head(batch().float()).sum().backward()
+        grads.append(embedding.weight.grad.to_dense())
+    assert torch.equal(*grads)
