@@ -289,8 +289,11 @@ def _reasons(
 
 def _frozen(model: nn.Module, groups: Sequence[LayerGroup]) -> str | None:
     """Say that layers whose weights are frozen are predicted as others are; None if there are none."""
-    modules = model.named_modules()
-    trained = {plain_name(name) for name, module in modules if any(p.requires_grad for p in module.parameters())}
+    trained = {
+        plain_name(name)
+        for name, module in model.named_modules()
+        if any(p.requires_grad and p.dim() > 1 for p in module.parameters())
+    }
     frozen = [g.title for g in groups if not trained.issuperset(g.names)]
     if not frozen:
         return None

@@ -176,7 +176,9 @@ def test_sizes_that_are_multiplied_in_bf16_are_told_and_left_out(
 
 
 def frozen() -> nn.Module:
-    return nn.Sequential(nn.Linear(8192, 8192).requires_grad_(False), nn.Linear(8192, 4096))
+    first, second = nn.Linear(8192, 8192), nn.Linear(8192, 4096)
+    first.weight.requires_grad_(False)
+    return nn.Sequential(first, second)
 
 
 def test_layers_that_are_frozen_are_told(lpq: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,8 +187,8 @@ def test_layers_that_are_frozen_are_told(lpq: Callable, monkeypatch: pytest.Monk
     assert [said.partition(".")[0] for said in found["remarks"] if "frozen" in said] == [
         "0: predicted as if all were trained"
     ]
-    assert found["rank_bytes"]["bf16"] == 4 * (8192 * 8193 + 4 * 4096 * 8193), (
-        "no gradients, and no moments, of the first"
+    assert found["rank_bytes"]["bf16"] == 4 * (8192 * (8192 + 4) + 4 * 4096 * 8193), (
+        "no gradients, and no moments, of the first weight"
     )
 
 
