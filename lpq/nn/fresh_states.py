@@ -63,24 +63,27 @@ class FreshStates(Watcher):
         if recording():
             return
         layers = [layer for reference in [*self._layers.values()] if (layer := reference()) is not None]
-        decide(layers)
+        for layer, fresh in zip(layers, still_fresh(layers), strict=True):
+            layer.passes.fresh = fresh
         self._layers = {id(layer): ref(layer) for layer in layers if layer.passes.fresh}
 
 
 @torch.no_grad()
-def decide(layers: Sequence[HasStates]) -> None:
-    """Decide by the values of their states which tensors of these layers are fresh."""
-    by_device: dict[torch.device, list[tuple[HasStates, str, Tensor]]] = {}
-    for layer in layers:
-        plan = layer.passes.plan
-        layer.passes.fresh = plan.fresh if plan is not None else ()
-        for tensor, state in layer.states().items() if layer.passes.fresh else ():
+def still_fresh(layers: Sequence[HasStates]) -> list[tuple[str, ...]]:
+    """The tensors of each layer whose states nothing has moved, by the values of these."""
+    found = [[*plan.fresh] if (plan := layer.passes.plan) is not None else [] for layer in layers]
+    by_device: dict[torch.device, list[tuple[list[str], str, Tensor]]] = {}
+    for layer, fresh in zip(layers, found, strict=True):
+        for tensor, state in layer.states().items() if fresh else ():
             values = [local_part(memory).flatten() for memory in state.values()]
+            if tensor not in fresh:
+                continue
             if tensor == "w" and layer.stores_weight:  # it is encoded where it is written, and not by its state
-                layer.passes.fresh = tuple(name for name in layer.passes.fresh if name != tensor)
-            elif tensor in layer.passes.fresh and type(values[0]) in ORDINARY and not values[0].is_meta:
-                by_device.setdefault(values[0].device, []).append((layer, tensor, torch.cat(values).any()))
+                fresh.remove(tensor)
+            elif type(values[0]) in ORDINARY and not values[0].is_meta:
+                by_device.setdefault(values[0].device, []).append((fresh, tensor, torch.cat(values).any()))
     for states in by_device.values():
-        for (layer, tensor, _), has_moved in zip(states, torch.stack([m for *_, m in states]).tolist(), strict=True):
+        for (fresh, tensor, _), has_moved in zip(states, torch.stack([m for *_, m in states]).tolist(), strict=True):
             if has_moved:
-                layer.passes.fresh = tuple(name for name in layer.passes.fresh if name != tensor)
+                fresh.remove(tensor)
+    return [*map(tuple, found)]

@@ -17,7 +17,7 @@ from lpq.distributed.model_check import ModelCheck
 from lpq.distributed.recipe_changes import withhold
 from lpq.nn.converted_model import ConvertedModel
 from lpq.nn.extended import Extension, clashes, extend
-from lpq.nn.fresh_states import FreshStates, decide
+from lpq.nn.fresh_states import FreshStates, still_fresh
 from lpq.nn.passes import Passes
 from lpq.nn.plan import LayerBuffer, Plan, check_names
 from lpq.recipes import Recipe, RecipeLike, Schedule
@@ -76,8 +76,11 @@ class StatefulLayer(nn.Module):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Give a copy passes of its own: a shallow copy, too, may get another recipe."""
-        return {**super().__getstate__(), "passes": copy(self.passes)}  # type: ignore[no-untyped-call]
+        """Give a copy passes of its own, as a shallow copy, too, may get another recipe. They are fresh by the values
+        here: a pickle may have none of the copy's yet where it has its passes."""
+        passes = copy(self.passes)
+        (passes.fresh,) = still_fresh([self])
+        return {**super().__getstate__(), "passes": passes}  # type: ignore[no-untyped-call]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of a copy, or of what is loaded from a pickle."""
@@ -88,7 +91,7 @@ class StatefulLayer(nn.Module):
                 "model.load_state_dict here"
             )
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.decide_fresh()
+        self.watch_fresh()
 
     def join(self, model: ConvertedModel) -> None:
         """Make it a layer of this model."""
@@ -207,7 +210,7 @@ class StatefulLayer(nn.Module):
     def decide_fresh(self) -> None:
         """Find out which states are fresh: others may have filled them."""
         if self.passes.plan is not None and self.passes.plan.fresh:
-            decide([self])
+            (self.passes.fresh,) = still_fresh([self])
             self.watch_fresh()
 
     def state_buffers(self) -> tuple[LayerBuffer, ...]:

@@ -178,6 +178,28 @@ def test_a_copy_with_states_that_moved_is_not_fresh_from_its_first_pass_on(copie
     assert equal(*found)
 
 
+def _out_of_a_legacy_file(net: Any) -> Any:
+    """Such a file has the values of tensors behind the layers."""
+    file = io.BytesIO()
+    torch.save(net, file, _use_new_zipfile_serialization=False)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("moved", [True, False])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, _out_of_a_legacy_file])
+def test_a_copy_is_fresh_where_the_states_of_its_layer_have_not_moved(
+    copied: Callable[[Any], Any], moved: bool
+) -> None:
+    nets = [_net(_recipe(FRESH)) for _ in range(8)]
+    for net in nets if moved else ():
+        _pass(net, 0)
+    assert all(any(_fresh(net)) for net in nets), "until a step of an optimizer ends it"
+    copies = [[copied(layer) for layer in net.modules() if isinstance(layer, lpq.nn.Layer)] for net in nets]
+    assert {bool(layer.passes.fresh) for net in copies for layer in net} == {not moved}
+    assert all(any(_fresh(net)) for net in nets)
+
+
 def test_a_state_dict_without_memories_starts_afresh() -> None:
     net = _net(_recipe(FRESH))
     _train(net)
