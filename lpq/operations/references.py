@@ -77,7 +77,15 @@ def plain_gemm(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) ->
 def gemm_reference(
     a: Storage, b: Storage, bias: Tensor | None, dtype: torch.dtype, fast_accumulate: bool = False
 ) -> Tensor:
-    """Compute ``decode(a) @ decode(b)ᵀ + bias`` as ``gemm`` does, always summed in fp32."""
+    """Compute ``decode(a) @ decode(b)ᵀ + bias``, summed in fp32.
+
+    Args:
+        a: The left operand.
+        b: The right operand.
+        bias: One number for each row of ``b``, or None.
+        dtype: The dtype of the result.
+        fast_accumulate: Whether a kernel may sum in less than fp32; the reference never does.
+    """
     if a.quantizer.basis == b.quantizer.basis:  # a rotation of both drops out of the product
         left, right = a.decode_rotated(), b.decode_rotated()
     else:
