@@ -16,25 +16,10 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
     _unregister_process_group,
 )
 from torch.distributed import ProcessGroup
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.distributed.distributed_c10d import Store, _get_default_store
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
+from torch.distributed.distributed_c10d import Store as Store
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
-
-__all__ = [
-    "COLLECTIVES",
-    "KINDS",
-    "SILENT",
-    "CheckpointWrapper",
-    "Store",
-    "active_replica",
-    "device_types",
-    "forget_group",
-    "is_imitated",
-    "job_store",
-    "job_timeout",
-    "name_group",
-    "work_of",
-]  # fmt: skip
 
 COLLECTIVES = ("c10d", "_c10d_functional")
 """The namespaces of the operators that collectives run, at once and when they are waited for."""
