@@ -123,7 +123,7 @@ class WeightShard(Gathered, Tensor):
 
 
 def _unwrapped(value: Any, shards: dict[int, WeightShard]) -> Any:
-    """An argument with the data of shards in their place. They are added to ``shards``, by the ``id`` of the data."""
+    """An argument with the data of each shard in place of the shard, which ``shards`` gets by the data's ``id``."""
     if type(value) is list and value and type(value[0]) is list:  # as scatter has them
         return [_unwrapped(each, shards) for each in value]
     if type(value) is list:  # an optimizer's step has long ones, for which torch's trees are slow

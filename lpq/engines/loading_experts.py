@@ -56,7 +56,7 @@ def by_module(layers: Mapping[str, Quantized], stacks: Mapping[str, ExpertStack]
 def store_quantized(stacks: Iterable[ExpertStack]) -> None:
     """Store these stacks of converted experts of Hugging Face's models quantized, as files have codes for them."""
     for stack in stacks:
-        if stack.recipe is not None:  # a plugin may have put others in their place
+        if stack.recipe is not None:  # a plugin may have replaced the experts
             w = stack.recipe.w
             tensor = w.quantize(stack.weight.detach(), col=not derives_col(w), stack=True)
             replace_parameter(stack.holder, stack.key, tensor)

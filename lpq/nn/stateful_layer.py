@@ -110,7 +110,7 @@ class StatefulLayer(nn.Module):
         return [name for name in super().__dir__() if name != "place"]  # type: ignore[no-untyped-call]
 
     def __prepare_scriptable__(self) -> Self:
-        """Refuse ``torch.jit.script``, which asks each module for one in its place."""
+        """Refuse ``torch.jit.script``, which asks each module for the module to compile."""
         raise RuntimeError(
             f"{self.title}: torch.jit.script compiles no layer of lpq: use torch.export.export, or script "
             "lpq.restore(model)"

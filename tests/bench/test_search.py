@@ -115,7 +115,7 @@ def test_a_budget_of_error_leaves_out_what_is_too_much(tmp_path: Path) -> None:
 
 
 def test_products_that_no_pass_makes_save_no_time() -> None:
-    """Of frozen layers before all that is trained neither dgrad nor wgrad is, and of the layer behind them no dgrad."""
+    """Frozen layers before all that is trained have neither dgrad nor wgrad, and the layer behind them has no dgrad."""
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     net[:2].requires_grad_(False)
     least = 9 - 4 * 0.5

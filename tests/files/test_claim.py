@@ -44,7 +44,7 @@ def test_where_the_file_system_has_no_locks_all_counts_as_left_behind(
 
 @pytest.mark.parametrize(("first", "told"), [(ValueError("a NaN"), RuntimeError), (OSError("disk full"), OSError)])
 def test_an_error_that_is_not_of_the_file_is_told_as_it_is(first: Exception, told: type, tmp_path: Path) -> None:
-    """A run that fails may save in its handler. Control: an error of the system behind torch's is told in its place."""
+    """A run that fails may save in its handler. Control: an error of the system behind torch's is raised instead."""
 
     def save() -> None:
         with whole_file(tmp_path / "x"):

@@ -91,7 +91,7 @@ def test_culprits_are_promoted_and_a_resumed_run_goes_on_with_the_rule(
 def test_a_run_goes_on_from_the_checkpoint_before_a_promotion_where_the_next_is_damaged(
     tiny: MakeConfig, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file of tensors keeps its size; rules and the course are those of the checkpoint that is loaded."""
+    """A file of tensors keeps its size; the checkpoint that is loaded gives the rules and the course."""
     options = {"recipe": "nvfp4", "baseline": False, "promote": 2, "checkpoint_every": 1}
     cut, courses = tiny("cut", **options), list[Any]()
 
