@@ -344,6 +344,26 @@ def test_the_name_of_a_class_means_one_thing() -> None:
     assert {name for name in found if name[0] != "_" and found.count(name) > 1} == {"Part"}
 
 
+FACTORIES = {"zeros", "ones", "empty", "rand", "randn", "linspace", "logspace", "eye"}
+
+
+def of_default_dtype(source: str) -> list[str]:
+    """Calls that make tensors in whatever torch's default dtype is; those on the device meta are for their shapes."""
+    calls = [n for n in ast.walk(parsed(source)) if isinstance(n, ast.Call)]
+    made = [call for call in calls if ast.unparse(call.func).removeprefix("torch.") in FACTORIES]
+    given = [{one.arg for one in call.keywords} for call in made]
+    texts = [ast.unparse(call) for call, names in zip(made, given, strict=True) if not names & {"dtype", None}]
+    return [text for text in texts if text.startswith("torch.") and "device='meta'" not in text]
+
+
+def test_no_tensor_has_the_default_dtype() -> None:
+    """A library or a user may have set it to bf16. The kit has its own test, with plugins."""
+    ours = [p for p in files("lpq/**/*.py", "plugins/*/lpq_*/**/*.py") if "testing" not in p.parts]
+    assert found_in(ours, lambda path: of_default_dtype(path.read_text())) == {}
+    assert of_default_dtype("torch.zeros((), device=x.device)") == ["torch.zeros((), device=x.device)"]
+    assert of_default_dtype("torch.ones(2, dtype=x.dtype), torch.empty(2, **how), zeros(2)") == []
+
+
 def test_each_part_has_a_folder_of_tests() -> None:
     parts = {path.parent.name for path in files("lpq/*/__init__.py")}
     assert parts <= {path.parent.name for path in files("tests/*/test_*.py")}

@@ -41,7 +41,7 @@ def clipped(statistics: Statistics, targets: Iterable[Target], percentile: float
             total = int(counts.sum())
             least = -(-part.numerator * total // part.denominator)
             number = int((counts.cumsum(0) < least).sum())
-            limits[target.name] = torch.tensor(upper_end(number), device=counts.device)
+            limits[target.name] = torch.tensor(upper_end(number), dtype=torch.float32, device=counts.device)
     return limits
 
 

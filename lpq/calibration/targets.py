@@ -73,7 +73,8 @@ class Target:
             matrix = as_matrix(matrix.t() if self.layer.transposed else matrix)
             yield from self._measured("w", matrix, self.dtype or self.weight.dtype)
         else:  # another rank has it
-            yield from ((name, torch.zeros((), device=local_part(self.weight).device)) for name in names)
+            device = local_part(self.weight).device
+            yield from ((name, torch.zeros((), dtype=torch.float32, device=device)) for name in names)
 
     def places(self) -> dict[str, Tensor]:
         """The static values of the layer by the names of statistics, to write to."""

@@ -224,7 +224,7 @@ def pick_device(name: str) -> torch.device:
 def _use(device: torch.device, name: str) -> None:
     """Raise an error where torch lists a device of this type but cannot use it."""
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, dtype=torch.uint8, device=device)
     except Exception as error:  # of a type that differs between types of devices
         why = str(error).partition("\n")[0].partition(". ")[0]  # the rest is a page about torch's operators
         raise KernelError(f"--device {name}: torch cannot use it here: {why}; use cpu, cuda or auto") from error

@@ -164,7 +164,7 @@ def _signs_of(matrix: Sequence[Sequence[float]]) -> tuple[int, ...] | None:
     if order == 0 or any(len(row) != order for row in matrix):
         raise ValueError("the matrix of a Rotation is square: pass as many rows as columns")
     exact = torch.tensor(matrix, dtype=torch.float64)
-    if not ((exact @ exact.t() - torch.eye(order)).abs() < NEAR).all():
+    if not ((exact @ exact.t() - torch.eye(order, dtype=exact.dtype)).abs() < NEAR).all():
         raise ValueError("the matrix of a Rotation is orthonormal, so that its transpose undoes it; this one is not")
     if order.bit_count() != 1:
         return None

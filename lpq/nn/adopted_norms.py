@@ -123,8 +123,14 @@ def _tried(module: nn.Module, norm: NormKind) -> tuple[Read, ...] | None:
             own = like._parameters
             generator = torch.Generator("cpu").manual_seed(0)
             for dtype, casts in TRIED:
-                x, dy = (torch.randn(ROWS, cols, generator=generator, device="cpu").to(dtype) for _ in range(2))
-                values = {n: torch.rand(cols, generator=generator, device="cpu").sub(0.5).to(dtype) for n in names}
+                x, dy = (
+                    torch.randn(ROWS, cols, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
+                    for _ in range(2)
+                )
+                values = {
+                    n: torch.rand(cols, generator=generator, device="cpu", dtype=torch.float32).sub(0.5).to(dtype)
+                    for n in names
+                }
                 with torch.autocast("cpu", torch.bfloat16, enabled=casts):
                     computed = _computed(run, x, dy, values)
                 if not all(map(torch.equal, computed, _computed(norm.compute, x, dy, values))):

@@ -221,7 +221,10 @@ def changed(reads: Iterable[Read]) -> str | None:
 def numbers(count: int) -> list[Tensor]:
     """Tensors of a few rows, wherever tensors are made by default."""
     drawn = torch.Generator("cpu").manual_seed(0)
-    return [torch.randn(1, 2, 64, generator=drawn, device="cpu").mul(4).bfloat16() for _ in range(count)]
+    return [
+        torch.randn(1, 2, 64, generator=drawn, device="cpu", dtype=torch.float32).mul(4).bfloat16()
+        for _ in range(count)
+    ]
 
 
 def _random_states() -> bytes:

@@ -168,7 +168,7 @@ def _of(
 def _forms(moments: tuple[tuple[str, str | Quantizer], ...]) -> Mapping[str, StateForm]:
     """How these states of AdamW are stored; a name or a format that does not serve is an error."""
     formats: dict[str, Any] = dict(moments)
-    return QuantizedStates(torch.optim.AdamW([torch.zeros(1)]), **formats).forms
+    return QuantizedStates(torch.optim.AdamW([torch.zeros(1, dtype=torch.float32)]), **formats).forms
 
 
 def _moment(p: Tensor, here: int, dtype: torch.dtype, form: StateForm | None) -> int:

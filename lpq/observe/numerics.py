@@ -250,7 +250,10 @@ class Numerics(Readings):
     def _of_slots(self, now: dict[int, TensorSums], formats: dict[Slot, str]) -> StepSums:
         """Put the sums of a step's tensors together, on one device."""
         device = next(device_of(layer.shared_weight()) for layer in self._layers)
-        none, of_none = torch.zeros((), device=device), torch.zeros(len(SUMS), dtype=torch.float64, device=device)
+        none, of_none = (
+            torch.zeros((), dtype=torch.float32, device=device),
+            torch.zeros(len(SUMS), dtype=torch.float64, device=device),
+        )
         sums, norms, amaxes = ([one] * len(self._slots) for one in (of_none, none, none))
         slots = [*self._slots]
         for at, found in now.items():

@@ -163,7 +163,7 @@ class Replay:
                 for hook in self._hooks(layer, calls):
                     stack.callback(hook.remove)
             loss = self._closure()
-        zero = torch.zeros(())
+        zero = torch.zeros((), dtype=torch.float32)
         gradients = [zero if p.grad is None else local_part(p.grad).detach().clone() for p in self.parameters]
         if not isinstance(loss, Tensor | int | float) or (isinstance(loss, Tensor) and loss.numel() != 1):
             given = f"a tensor of shape {[*loss.shape]}" if isinstance(loss, Tensor) else brief(loss)

@@ -25,9 +25,9 @@ SAMPLE = (128, 512)
 def normal_snr(text: str) -> float | None:
     """The signal-to-noise ratio of a matrix of normally distributed numbers in this format, in dB."""
     quantizer: Quantizer = registry.quantizer(text)
-    x = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(SAMPLE, generator=torch.Generator("cpu").manual_seed(0), device="cpu", dtype=torch.float32)
     with torch.no_grad():
-        row = encode_operands(quantizer, x, col=False, seed=torch.zeros((), dtype=torch.int64)).row
+        row = encode_operands(quantizer, x, col=False, seed=torch.zeros((), dtype=torch.int64, device="cpu")).row
         assert row is not None
         error = decode(row, torch.float32) - x
     return decibels(float(x.square().sum()), float(error.square().sum()))

@@ -104,7 +104,11 @@ def _experts_over_two_and_shards_of_two(rank: int, recipe: str, folder: str) -> 
         patch.setattr(statistics, "reduce_max", lambda values, group: values)
         lpq.calibrate(net, mine, samples=18)
     assert differs_on_some_rank(net, statics(expected))
-    lpq.calibrate(net, mine, samples=18)
+    torch.set_default_dtype(torch.bfloat16)  # statistics of experts on other ranks are fp32 all the same
+    try:
+        lpq.calibrate(net, mine, samples=18)
+    finally:
+        torch.set_default_dtype(torch.float32)
     lpq.export(net, Path(folder) / "x", layout="compressed-tensors")
     found = {name: value for file in Path(folder).glob("x/*.safetensors") for name, value in _bytes_of(file)}
     assert equal_states(found, codes)

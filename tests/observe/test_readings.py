@@ -18,6 +18,7 @@ from torch import nn
 
 import lpq
 from lpq.observe import Reading
+from lpq.observe.table import normal_snr
 from lpq.registry.errors import LpqError
 
 
@@ -30,6 +31,17 @@ def train(net: Any, watch: Any, steps: int = 3) -> None:
     for _ in range(steps):
         with watch.step():
             net(torch.randn(48, 64)).square().mean().backward()
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_normal_numbers_are_fp32_whatever_the_default_dtype_is(default: torch.dtype) -> None:
+    """The column beside the SNR of an operand. In bf16 other numbers are drawn."""
+    torch.set_default_dtype(default)
+    try:
+        found = normal_snr.__wrapped__("nvfp4")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found == normal_snr.__wrapped__("nvfp4")
 
 
 def test_a_resumed_run_goes_on_in_its_file(tmp_path: Path) -> None:
