@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from lpq.observe.readings import NumericsError, check_number, check_whole, is_number
 from lpq.registry.showing import brief
+
+
+def _usual(sizes: Sequence[float]) -> float:
+    """The median, or the largest where the median is 0, beside which anything would be far out."""
+    return median(sizes) or max(sizes)
 
 
 class Course:
@@ -60,11 +65,13 @@ class Course:
                 return f"the {name} is {value}"
         if len(self._losses) >= self._least:
             middle = median(self._losses)
-            spread = median(abs(one - middle) for one in self._losses)
-            if loss > middle + self._loss * max(spread, 1e-3 * abs(middle)):
+            spread = _usual([max(abs(one - middle), 1e-3 * abs(middle)) for one in self._losses])
+            if spread and loss > middle + self._loss * spread:
                 return f"the loss is {loss:.4g}, where the last {len(self._losses)} steps had about {middle:.4g}"
-        if norm is not None and len(self._norms) >= self._least and norm > self._norm * median(self._norms):
-            return f"the gradient norm is {norm:.4g}, and was about {median(self._norms):.4g}"
+        if norm is not None and len(self._norms) >= self._least:
+            usual = _usual(self._norms)
+            if usual and norm > self._norm * usual:
+                return f"the gradient norm is {norm:.4g}, and was about {usual:.4g}"
         return None
 
     def why_as_well(self, step: tuple[float, float], again: tuple[float, float]) -> str | None:
