@@ -23,6 +23,8 @@ ITSELF = "the model itself"
 """The name of a layer that is the model."""
 NEAR = 2.0**-20
 """The part of a value that the rounding of its scale in fp32 may cost: then it is not cut, as where it is the amax."""
+LEAST = 2.0**-90
+"""The least sum of squares of a tensor to which no square counts that vanishes in fp32."""
 EXPONENT = 0x7F800000
 """The bits of an fp32 number that make a power of two."""
 
@@ -148,13 +150,16 @@ def decibels(signal: float, noise: float) -> float | None:
 
 
 def reading_of(sums: Mapping[str, float], amax: float, **where: Any) -> Reading:
-    """The statistics that follow from the sums of an operand, and from ``whole_square``, the sum of squares of the
-    whole tensor, and its largest magnitude."""
+    """The statistics that follow from the sums of an operand, from ``whole_square``, the sum of squares of the whole
+    tensor, and from its largest magnitude. Where squares leave the range of fp32, the rows that were looked at, which
+    have a unit, give the mean square."""
     error, square, elements = sums["error"], sums["square"], sums["elements"]
     whole = error if elements else 0.0
     split = elements > 0 and not math.isnan(sums["scale_error"])
     parts = [sums["scale_error"] if split else 0.0, sums["flushed_error"]]
-    rms = math.sqrt(_ratio(sums["whole_square"], sums["whole_elements"]) or 0.0)
+    mean = _ratio(sums["whole_square"], sums["whole_elements"])
+    if mean is None or sums["whole_square"] < LEAST:
+        mean = _ratio(square, elements) or mean
     return Reading(
         **where,
         snr_db=decibels(square, error),
@@ -165,7 +170,7 @@ def reading_of(sums: Mapping[str, float], amax: float, **where: Any) -> Reading:
         error_grid=_ratio(error - sum(parts), whole),
         shrinkage=_ratio((sums["decoded_square"] - square - error) / 2, square if elements else 0.0),
         amax=amax if elements and math.isfinite(amax) else None,
-        amax_over_rms=_ratio(amax, rms),
+        amax_over_rms=_ratio(amax, math.sqrt(mean or 0.0)),
     )
 
 

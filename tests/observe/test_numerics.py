@@ -96,6 +96,17 @@ def test_a_run_is_the_same_with_it_and_without(recipe: str) -> None:
     assert not any(m.passes.observers for m in watched.modules() if isinstance(m, lpq.nn.Layer))
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-21, 1.0, 1e18, 1e25])
+def test_outliers_are_told_of_tensors_of_any_size(size: float) -> None:
+    """Also where squares vanish in fp32, or are beyond its largest number."""
+    net, x = lpq.convert(nn.Linear(64, 32, bias=False), "mxfp8"), torch.randn(128, 64)
+    watch = lpq.observe.numerics(net, every=1, rows=128)
+    with watch.step():
+        net(x * size).square().mean().mul(0.0).backward()
+    found = by_operand(watch.readings())["the model itself.x.row"]
+    assert found.amax_over_rms == pytest.approx(float(x.abs().max() / x.square().mean().sqrt()), rel=1e-4)
+
+
 def ratio(x: Tensor, decoded: Tensor) -> float:
     x = x.double().reshape(decoded.shape)
     return float(10 * (x.square().sum() / (decoded.double() - x).square().sum()).log10())
