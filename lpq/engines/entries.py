@@ -114,8 +114,8 @@ class FileEntry:
     def values(self, pieces: Pieces) -> Tensor:
         """The tensor in high precision."""
         if self.stored is None:
-            rows = slice(None) if self.part is None else slice(*self.part[:2])
-            return pieces[""][rows].to(self.dtype)
+            whole = pieces[""]
+            return (whole if self.part is None else whole[slice(*self.part[:2])]).to(self.dtype)
         operand = self.operand(pieces)
         return QuantizedTensor(operand, None, operand.quantizer, self.shape, self.dtype).dequantize()
 

@@ -161,6 +161,29 @@ def by_others(path: Path, found: dict[str, Tensor], quantization: dict[str, Any]
     (path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
 
 
+def test_tensors_without_a_dimension_are_written_and_read(tmp_path: Path) -> None:
+    """A parameter, and the count of a BatchNorm; of a model, streamed, and of a checkpoint."""
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        net: Any = nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128))
+        net.register_parameter("logit_scale", nn.Parameter(torch.tensor(2.5)))
+        return net
+
+    model = lpq.convert(build(), "fp8-row")
+    model(torch.randn(4, 128))
+    lpq.export(model, tmp_path / "x")
+    lpq.checkpoint.save(model, tmp_path / "run", step=1)
+    lpq.export(tmp_path / "run", tmp_path / "y")
+    assert equal_states(tensors(tmp_path / "x"), dict(lpq.export.stream(model, "compressed-tensors")))
+    assert equal_states(tensors(tmp_path / "x"), tensors(tmp_path / "y"))
+    read = build()
+    with torch.no_grad():
+        read.logit_scale.zero_()
+    lpq.load_quantized(read, tmp_path / "x")
+    assert (read.logit_scale.item(), read[1].num_batches_tracked.item()) == (2.5, 1)
+
+
 def test_scales_in_bf16_and_exponents_by_another_name_are_read(tmp_path: Path) -> None:
     """As other programs keep them."""
     weight = torch.randn(32, 64).to(torch.float8_e4m3fn)
