@@ -125,7 +125,8 @@ def collect(
         nonlocal last
         batch = next(mine, NO_BATCH)
         last = batch if batch is not NO_BATCH else last
-        tensor = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), None)
+        leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)  # or a tokenizer's mapping is a leaf
+        tensor = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
         if tensor is None and batch is not NO_BATCH:
             raise CalibrationError(f"a batch is a {type(batch).__name__} without a tensor: pass arguments of the model")
         return _Facts(None if tensor is None else tensor.shape[0], team.ranks, team.exchange)
