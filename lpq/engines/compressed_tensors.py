@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lpq.engines.patterns import read_patterns
+from lpq.engines.siblings import EXPERTS
 from lpq.registry import Described, Group, Inputs, Layout, LayoutError, Scheme
 from lpq.registry.showing import brief
 
@@ -26,12 +27,9 @@ ANY = "Linear"
 class CompressedTensors(Layout):
     """A scheme's ``config`` is its entry in ``config_groups``: ``format``, ``weights`` and ``input_activations``."""
 
-    experts = (
-        "transformers fails to load the experts in this layout, since it joins the experts of a block in one tensor; "
-        "lpq.load_quantized reads them"
-    )
-
     def files(self, groups: Sequence[Group], left: Sequence[str]) -> dict[str, dict[str, Any]]:
+        # transformers decodes all experts by the first group
+        groups = sorted(groups, key=lambda group: not any(map(EXPERTS.fullmatch, group.layers)))
         formats = [group.config["format"] for group in groups]
         one = len(groups) == 1
         entries = {

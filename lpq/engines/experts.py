@@ -63,17 +63,12 @@ def _module(weight: str) -> str:
     return weight.rpartition(".")[0]
 
 
-def are_fused(stacks: Stacks) -> bool:
-    """Whether some of the stacks that are split are of Hugging Face's models."""
-    return any(name.rpartition(".")[2] != "weight" for name, stack in stacks.items() if stack.is_split)
-
-
 def notes_of(stacks: Stacks) -> Iterable[str]:
     """Yield the remark for the user about experts that are trained quantized, and stay in high precision."""
     if stay := [name for name, trained in left_modules(stacks).items() if trained]:
         yield (
             f"the experts of {listed(stay)} are in high precision, in one tensor: engines have no layers for experts "
-            "that are transposed, interleaved or with biases"
+            "that are transposed, interleaved or with biases, or that transformers has in one tensor in files, too"
         )
 
 

@@ -21,8 +21,7 @@ from lpq.checkpoint.ranks import CheckpointRanks
 from lpq.checkpoint.single import write_file
 from lpq.engines.config_files import DTYPE, as_json, base_of, configuration, small_files
 from lpq.engines.entries import FileEntry
-from lpq.engines.experts import Stacks, are_fused, notes_of, stacks
-from lpq.engines.layouts import layout_named
+from lpq.engines.experts import Stacks, notes_of, stacks
 from lpq.engines.models import entries, shared_layers, unquantized
 from lpq.engines.names import CONFIG
 from lpq.engines.plan import Assigned, ExportPlan, planned
@@ -212,7 +211,7 @@ def _planned(
             raise CheckpointError(f"dtype={dtype!r}: it is one of {listed([*map(str, DTYPES)])}")
         if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int) or shard_bytes < 1:
             raise CheckpointError(f"shard_bytes={shard_bytes!r}: it is the most bytes of one file, as {SHARD:_}")
-        source = _source(model, dtype, ranks, layout)
+        source = _source(model, dtype, ranks)
         return planned(source.entries, layout, source.linear, input_amax, leave, siblings), source
 
     _check_ranks(model, ranks)
@@ -240,10 +239,10 @@ def _one_file(
     return Exported(target, layout, layers, (), ())
 
 
-def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: CheckpointRanks, layout: str) -> _Source:
+def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: CheckpointRanks) -> _Source:
     if isinstance(model, str | Path):
         saved = SavedCheckpoint(place(model, "model"), ranks)
-        notes = _notes(saved.stacks, saved.shared_layers(), layout)
+        notes = _notes(saved.stacks, saved.shared_layers())
         return _Source(saved.entries(dtype), saved.unquantized, None, notes)
     view = Model(model)
     if adapted := [name for name, module in view.module.named_modules() if hasattr(module, "get_base_layer")]:
@@ -252,19 +251,18 @@ def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: Che
             "model = model.merge_and_unload()"
         )
     experts = stacks(view.module)
-    notes = _notes(experts, shared_layers(view), layout)
+    notes = _notes(experts, shared_layers(view))
     rest = partial(unquantized, view.module, stacks=experts)
     return _Source(entries(view, dtype, experts), rest, view.module, notes)
 
 
-def _notes(stacks: Stacks, shared: Sequence[str], layout: str) -> tuple[str, ...]:
-    """Remarks about what stays in high precision though it is trained quantized, and about experts in this layout."""
+def _notes(stacks: Stacks, shared: Sequence[str]) -> tuple[str, ...]:
+    """Remarks about what stays in high precision though it is trained quantized."""
     tied = (
         f"the weights of {listed(shared)} belong to other modules as well, and are written once, in high precision: "
         "training multiplies their codes",
     )
-    limit = layout_named(layout).experts if are_fused(stacks) else None
-    return (*notes_of(stacks), *(tied if shared else ()), *([limit] if limit is not None else []))
+    return (*notes_of(stacks), *(tied if shared else ()))
 
 
 def _check_ranks(model: nn.Module | str | Path, ranks: CheckpointRanks) -> None:

@@ -156,14 +156,17 @@ def _note(layers: Sequence[str]) -> str:
 
 def _not_readers(group: Group) -> tuple[str, ...]:
     """The programs that would read these layers, were none of them experts."""
-    return group.not_experts if any(EXPERTS.fullmatch(layer) for layer in group.layers) else ()
+    if not any(EXPERTS.fullmatch(layer) for layer in group.layers):
+        return ()
+    return tuple(name for name in group.not_experts if name in group.readers)
 
 
 def _note_of_experts(group: Group) -> str:
-    experts = [layer for layer in group.layers if EXPERTS.fullmatch(layer)]
+    experts = sorted(layer for layer in group.layers if EXPERTS.fullmatch(layer))
     return (
         f"{listed(_not_readers(group))} fails to load experts as {group.title} in the layout "
-        f"{group.scheme.layout!r} ({listed(experts)}), though not other layers: choose another layout for it"
+        f"{group.scheme.layout!r}, or gives them other values ({listed(experts)}), though not other layers: choose "
+        "another layout for it"
     )
 
 

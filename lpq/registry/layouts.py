@@ -75,7 +75,7 @@ class Inputs:
     not_readers: tuple[str, ...] = ()
     """The readers of the scheme that fail to load it with these inputs."""
     not_experts: tuple[str, ...] = ()
-    """The readers that fail to load experts with these inputs."""
+    """The readers that fail to load experts with these inputs, or give them other values."""
     remark: Remark | None = None
 
 
@@ -106,7 +106,7 @@ class Scheme:
     """The programs that read such files right, as ``("vLLM",)``. ``lpq.export`` returns the programs that read all
     layers."""
     not_experts: tuple[str, ...] = ()
-    """The readers that fail to load experts whose inputs are in high precision."""
+    """The readers that fail to load experts whose inputs are in high precision, or give them other values."""
     unwritten: str | None = None
     """The reason why files of others are read so and none are written, in words, and what to do; None: they are."""
     why_not: Callable[[int, int], str | None] = lambda rows, cols: None
@@ -153,9 +153,6 @@ Described = Callable[[str], tuple[Scheme, Inputs | None] | None]
 
 class Layout(ABC):
     """The JSON of one layout."""
-
-    experts: str | None = None
-    """A limit of readers for experts that Hugging Face's models hold in one tensor and files as layers, in words."""
 
     @abstractmethod
     def files(self, groups: Sequence[Group], left: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -59,8 +59,8 @@ def rows() -> list[list[str]]:
                 scheme, inputs = group.scheme, group.inputs
                 text = "bf16" if inputs is None else inputs.quantizer
                 theirs = [outcomes[Served(model, layout, scheme.quantizer, text)]["outcome"] for model in MODELS]
-                experts = "" if layout_named(layout).experts is None else ", no experts"
-                tested = [f"read{experts}" if name in group.readers else "no" for name in BY_TESTS]
+                experts = {name: ", no experts" if name in group.not_experts else "" for name in BY_TESTS}
+                tested = [f"read{experts[name]}" if name in group.readers else "no" for name in BY_TESTS]
                 said = ["by its source" if name in group.readers else "no" for name in BY_SOURCE]
                 how = "bf16" if inputs is None else "scales in files" if inputs.part else "measured"
                 found.setdefault((f"`{layout}`", how, *theirs, *tested, *said, str(scheme.quantizer)), []).append(

@@ -280,19 +280,36 @@ def test_experts_that_engines_have_no_layers_for_stay_in_one_tensor_and_that_is_
         lpq.export(narrow, tmp_path / "y", layout="fp8-block")
 
 
-def test_the_record_says_that_transformers_does_not_read_experts_in_a_layout(tmp_path: Path) -> None:
-    """Which is so; stacks of a model of the user's are none of its, and have no note."""
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("recipe", "others", "reads"),
+    [
+        ("fp8-row", "fp8-row", True), ("fp8-current", "fp8-current", True), ("mxfp4", "mxfp4", True),
+        ("fp8-row", "mxfp8", True), ("mxfp4", "fp8-row", True), ("mxfp8", "mxfp8", False),
+        ("fp8-block", "fp8-block", False), ("nvfp4", "nvfp4", False), ("nvfp4", "fp8-row", False),
+    ],
+)  # fmt: skip
+def test_the_record_says_whether_transformers_reads_the_experts(
+    recipe: str, others: str, reads: bool, tmp_path: Path
+) -> None:
+    """Which is so: else it fails, or decodes them to other values without a word."""
     import transformers
 
-    model = lpq.convert(fused("Mixtral"), policy("mxfp8"))
-    (note,) = lpq.export(model, tmp_path / "x", layout=LAYOUT).notes
-    assert note.startswith("transformers fails to load the experts in this layout")
-    with pytest.raises((RuntimeError, ValueError)):
-        transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path / "x", quantization_config=transformers.CompressedTensorsConfig(dequantize=True)
-        )
-    own = lpq.convert(Model(), "fp8-row")
-    assert not any("experts" in note for note in lpq.export(own, tmp_path / "y", layout=LAYOUT).notes)
+    rules = policy(others)
+    rules["rules"].insert(1, {"match": "*.experts", "recipe": recipe})
+    sizes = {"hidden": 256, "inner": 128}
+    made = lpq.export(lpq.convert(fused("Qwen3Moe", **sizes), rules), tmp_path / "x", layout=LAYOUT)
+    assert ("transformers" in made.readers) == reads
+    assert any(note.startswith("transformers fails to load experts as") for note in made.notes) != reads
+    expected: Any = lpq.load_quantized(fused("Qwen3Moe", **sizes), tmp_path / "x", weights=None)
+    try:
+        read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x", dtype=torch.bfloat16)
+    except (RuntimeError, ValueError):
+        assert not reads
+        return
+    for key in ("gate_up_proj", "down_proj"):
+        name = f"model.layers.0.mlp.experts.{key}"
+        assert torch.equal(read.get_parameter(name), expected.get_parameter(name)) == reads
 
 
 CHECKPOINTS = [

@@ -118,19 +118,21 @@ COMPRESSED_INPUTS = (
 def _compressed(
     title: str, block: Block, quantizer: str, shape: Shape, whole: bool, experts: Sequence[str], **weights: Any
 ) -> Scheme:
-    """``experts``: the strategies of inputs with which vLLM loads experts. It loads no blocks with static inputs."""
+    """``experts``: the strategies of inputs with which vLLM loads experts. It loads no blocks with static inputs, and
+    transformers no experts with scales of blocks."""
+    others = (TRANSFORMERS,) if block == SQUARE else ()
     config = {"format": "naive-quantized", "weights": _args(dynamic=False, **weights)}
     scale = _part("weight_scale", shape, whole=whole)
     inputs = [
         replace(
-            one, not_experts=() if one.config["input_activations"]["strategy"] in experts else (VLLM,),
+            one, not_experts=(*(() if one.config["input_activations"]["strategy"] in experts else (VLLM,)), *others),
             not_readers=(VLLM,) if block == SQUARE and one.part is not None else (),
         )
         for one in COMPRESSED_INPUTS
     ]  # fmt: skip
     return _scheme(
         "compressed-tensors", title, quantizer, scale, config, serves=_is(block), inputs=tuple(inputs),
-        readers=(VLLM, SGLANG, TRANSFORMERS), not_experts=(VLLM,),
+        readers=(VLLM, SGLANG, TRANSFORMERS), not_experts=(VLLM, *others),
     )  # fmt: skip
 
 

@@ -34,13 +34,17 @@ def _read(quantizer: MXFP8Quantizer, parts: Sequence[Tensor]) -> Sequence[Tensor
     return parts
 
 
-def _scheme(layout: str, scale: str, config: Mapping[str, Any], inputs: Mapping[str, Any], **others: Any) -> Scheme:
+def _scheme(
+    layout: str, scale: str, config: Mapping[str, Any], inputs: Mapping[str, Any], not_experts: tuple[str, ...] = (),
+    **others: Any,
+) -> Scheme:  # fmt: skip
     assert BLOCK == (1, GROUP)
     exponents = Part(name=scale, dtype=torch.uint8, shape=lambda rows, cols: (rows, cols // GROUP), holds="exponents")
-    measured = Inputs(serves=_serves, quantizer="mxfp8", config=inputs)
+    measured = Inputs(serves=_serves, quantizer="mxfp8", config=inputs, not_experts=not_experts)
     return Scheme(
         layout=layout, title="MXFP8", serves=_serves, quantizer="mxfp8", config=config, parts=(WEIGHT, exponents),
-        write=_write, read=_read, inputs=(measured,), why_not=_why_not, **others,
+        write=_write, read=_read, inputs=(measured,), why_not=_why_not,
+        not_experts=not_experts, **others,
     )  # fmt: skip
 
 
@@ -56,6 +60,7 @@ SCHEMES = (
     _scheme(
         "compressed-tensors", "weight_scale", {"format": "mxfp8-quantized", "weights": _args(False)},
         {"input_activations": _args(True)}, remark=decoded_in_bf16, readers=("vLLM", "transformers"),
+        not_experts=("transformers",),
     ),
     _scheme(
         "modelopt", "weight_scale", {"group_size": GROUP, "weights": BITS},

@@ -83,7 +83,8 @@ def _why_not(rows: int, cols: int) -> str | None:
 
 def _scheme(
     layout: str, names: tuple[str, str, str, str], shape: tuple[int, ...], to: Convert, back: Convert,
-    config: Mapping[str, Any], inputs: Mapping[str, Any], with_inputs: tuple[str, ...] = (), **others: Any,
+    config: Mapping[str, Any], inputs: Mapping[str, Any], with_inputs: tuple[str, ...] = (),
+    not_experts: tuple[str, ...] = (), **others: Any,
 ) -> Scheme:  # fmt: skip
     """``names``: of the weight, its scales and the scale of the whole, and of the same three for inputs.
     ``with_inputs``: the programs that read these weights only where inputs are encoded, too."""
@@ -114,14 +115,14 @@ def _scheme(
     )
     static = Inputs(
         serves=_serves_inputs, quantizer="nvfp4(static=true)", config=inputs, part=whole(names[3]),
-        write=lambda amax: to(amax).reshape(shape), read=back, readers=with_inputs,
+        write=lambda amax: to(amax).reshape(shape), read=back, readers=with_inputs, not_experts=not_experts,
     )  # fmt: skip
     return Scheme(
         layout=layout, title="NVFP4", serves=_serves, quantizer="nvfp4", config=config, parts=parts, write=write,
         read=read, why_not=_why_not, inputs=(
             static, replace(static, serves=_searches, remark=_not_searched),
             replace(static, serves=_serves_rows, remark=_told_apart),
-        ), **others,
+        ), not_experts=not_experts, **others,
     )  # fmt: skip
 
 
@@ -139,6 +140,7 @@ SCHEMES = (
         _divisor, _divisor_to_amax, {"format": "nvfp4-pack-quantized", "weights": _args(False)},
         {"input_activations": {**_args("local"), "observer": "static_minmax"}}, remark=decoded_in_bf16,
         readers=("vLLM", "SGLang", "transformers"),
+        not_experts=("transformers",),  # whose decoding of experts leaves out the scale of the whole
     ),
     _scheme(
         "modelopt", ("weight", "weight_scale", "weight_scale_2", "input_scale"), (), _factor, _factor_to_amax,
