@@ -29,10 +29,10 @@ SUBJECTS = {
         "integrations/transformers_culprits.py nn/eagerly.py nn/observing.py observe/course.py observe/culprits.py "
         "observe/gradient_error.py observe/gradients.py observe/numerics.py observe/operands.py observe/page.py "
         "observe/readings.py observe/replay.py observe/replays.py observe/shards.py observe/sharing.py "
-        "observe/statistics.py observe/sums.py observe/table.py observe/trigger.py tensor/observed.py"
+        "observe/statistics.py observe/sums.py observe/table.py observe/trigger.py tensor/observed.py files/typed.py"
     ),
     "comparing, advising, timing and searching": (
-        "bench/*.py cli/advise.py cli/bench.py cli/first_advice.py cli/models.py train/beside.py "
+        "bench/*.py cli/advise.py cli/bench.py cli/first_advice.py cli/models.py files/outputs.py train/beside.py "
         "train/commands/compare.py train/commands/options.py train/commands/report.py train/commands/search.py "
         "train/commands/trained.py train/compare.py train/compare_config.py train/conclusion.py train/gaps.py "
         "train/taking_turns.py train/trainings.py"

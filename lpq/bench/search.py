@@ -24,7 +24,7 @@ from lpq.bench.gpus import GPUS, key_of, predicted
 from lpq.bench.knapsack import ROUNDING, Option, under_error, under_time
 from lpq.bench.layers import LayerSize
 from lpq.bench.searched_layers import Rows, StackShape, searched_layers
-from lpq.files.disk import writable
+from lpq.files.outputs import writable
 from lpq.nn.conversion import convert
 from lpq.nn.conversion_plan import rule_names
 from lpq.nn.first_argument import check_model

@@ -14,7 +14,9 @@ from lpq.calibration.statistics import DTYPES, Statistics, Together, reduce
 from lpq.checkpoint import pickles
 from lpq.checkpoint.description import check_fields
 from lpq.checkpoint.errors import CheckpointError
-from lpq.files.claim import whole_file
+from lpq.files.claim import LOCK, whole_file
+from lpq.files.disk import PARTIAL
+from lpq.files.outputs import check_writable
 from lpq.registry.errors import LpqError
 from lpq.registry.showing import brief
 
@@ -30,6 +32,7 @@ class SavedStatistics:
         self._passes = ranks.first(lambda: self._read(path)) if path is not None else {}
 
     def _read(self, path: Path) -> dict[str, dict[str, Any]]:
+        check_writable(f"{path}{PARTIAL}/{LOCK}", "choose another place for the state")
         if not path.exists():
             return {}
         try:

@@ -37,12 +37,14 @@ from lpq.cli.doctor import Device
 from lpq.cli.kernels import check_environment, pick_device
 from lpq.cli.models import NAMED, Chosen, ModelError, alike, layer_sizes, left_out, on_meta
 from lpq.cli.output import Json, as_json, print_text
-from lpq.files.disk import writable
+from lpq.files.outputs import check_writable, writable
 from lpq.recipes.policy_sources import refuse_rules
 from lpq.registry.errors import OptionError
 from lpq.registry.tables import table
 
 NONE = "–"
+FILES = ("bench.json", "bench.svg")
+OTHER_OUT = "choose another --out"
 Shapes = Annotated[
     list[str] | None,
     typer.Option(
@@ -90,6 +92,9 @@ def bench(
         if value is not None and not model:
             raise OptionError(f"{option} {value} is for the layers of --model: name a model, or leave it out")
     tokens = tokens or TOKENS
+    if out is not None:
+        for name in FILES:
+            check_writable(out / name, OTHER_OUT)
     where = pick_device(device)
     check_environment()
     sm = capability(where)
@@ -202,7 +207,7 @@ def _remarks(native: dict[str, list[str]], where: torch.device) -> list[str]:
 
 
 def _write(folder: Path, result: dict[str, Any], svg: str | None) -> None:
-    for name, text in (("bench.json", jsonlib.dumps(result, indent=1) + "\n"), ("bench.svg", svg)):
+    for name, text in zip(FILES, (jsonlib.dumps(result, indent=1) + "\n", svg), strict=True):
         if text is not None:
-            with writable(folder / name, "choose another --out") as file:
+            with writable(folder / name, OTHER_OUT) as file:
                 file.write_text(text, encoding="utf-8")

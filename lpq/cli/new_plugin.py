@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from lpq import registry
-from lpq.files.disk import writable
+from lpq.files.outputs import writable
 from lpq.registry.errors import LpqError, OptionError
 from lpq.registry.grammar import parse
 from lpq.registry.showing import brief

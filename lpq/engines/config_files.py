@@ -93,7 +93,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON file, which is a table."""
     try:
         table = json_of(read_text(path, MOST))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error
     if not isinstance(table, dict):
         raise CheckpointError(f"{path.name} is {brief(table)}, and no table")

@@ -8,12 +8,10 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lpq.files.errors import CheckpointError, FileError
+from lpq.files.errors import CheckpointError
 from lpq.registry.showing import brief
 
 PARTIAL = ".partial"
@@ -84,20 +82,10 @@ def json_of(text: str | bytes) -> Any:
             raise ValueError(f"it has a name twice: {brief(twice)}")
         return table
 
-    return json.loads(text, object_pairs_hook=once)
-
-
-@contextmanager
-def writable(path: object, remedy: str = "choose another place") -> Iterator[Path]:
-    """The place of a file to write, in a folder that is made if it is not there; what hinders that is told in words."""
-    file = place(path)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        yield file
-    except FileError:
-        raise  # of another file, in words
-    except OSError as error:
-        raise FileError(f"{file} cannot be written: {error.strerror or error}; {remedy}") from error
+        return json.loads(text, object_pairs_hook=once)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def write(path: Path, data: bytes) -> None:

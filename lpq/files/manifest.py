@@ -58,7 +58,7 @@ def read_manifest(path: Path) -> Manifest | str:
             return f"its {MANIFEST} does not list {listed(absent)}" if absent else manifest
     except FileNotFoundError:
         return f"it has no {MANIFEST}: lpq.checkpoint.save did not write it, or somebody removed that"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     return f"its {MANIFEST} is damaged"
 

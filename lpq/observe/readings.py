@@ -10,8 +10,10 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from lpq.files.disk import json_of, writable
+from lpq.files.disk import json_of
 from lpq.files.errors import FileError
+from lpq.files.outputs import writable
+from lpq.files.typed import typed
 from lpq.observe.sums import Reading, noise_order
 from lpq.registry.errors import LpqError
 from lpq.registry.showing import Readable, brief
@@ -68,11 +70,16 @@ class Readings(Readable):
         by_place: dict[Any, Reading] = {}
         for number, line in enumerate(lines, 1):
             try:
-                reading = Reading(**json_of(line))
-            except (ValueError, TypeError) as error:
+                reading = typed(Reading, json_of(line))
+                if beyond := [name for name, value in reading.numbers().items() if not math.isfinite(value)]:
+                    raise ValueError(f"{beyond[0]} is not finite")
+            except ValueError as error:
                 if line.startswith(b"{") and not line.endswith((b"}", b"\n")):
                     break  # cut off
-                raise NumericsError(f"{path}, line {number}: this is no reading of lpq.observe.numerics") from error
+                raise NumericsError(
+                    f"{path}, line {number}: this is no reading of lpq.observe.numerics: {error}. Where the file was "
+                    "changed, restore it or take the line out; else name another file"
+                ) from error
             by_place[reading.step, reading.layer, reading.tensor, reading.direction, reading.recipe] = reading
         return Readings(by_place.values())
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lpq.observe.operands import EncodedRows
 
+TensorName = Literal["x", "w", "dy", "dw"]
+DirectionName = Literal["row", "col", ""]
 SUMS = (
     "elements", "whole_elements", "saturated", "lost", "nonzero",
     "flushed_error", "square", "error", "decoded_square", "scale_error",
@@ -92,9 +94,9 @@ class Reading:
 
     step: int
     layer: str
-    tensor: str
+    tensor: TensorName
     """``x``, ``w`` or ``dy``; ``dw``: the gradient of the weight, of which ``snr_db`` alone is known."""
-    direction: str = ""
+    direction: DirectionName = ""
     """``row``, ``col``; empty for ``dw``."""
     format: str = ""
     recipe: str = ""

@@ -25,7 +25,6 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from statistics import median
 from typing import Any
 
 import torch
@@ -89,9 +88,11 @@ def run(
     curves = trainings.read_all(config.out)
     if config.beside is not None:
         beside.check(config.beside, [*(job.title for job in jobs), *(curve.title for curve in curves)])
-    trainings.refuse_others(curves, config.training, config.out)
+    trainings.refuse_others(curves, config.out, config.training)
     trainings.refuse_other_text(curves, text.digest, config.out)
-    _refuse_other_policies(curves, jobs)
+    trainings.refuse_other_baseline(curves, jobs[0].title, config.out)
+    policies = {job.title: job.config.policy for job in jobs if job.config.policy is not None}
+    trainings.refuse_other_policies(curves, {title: lpq.policy(one).to_toml() for title, one in policies.items()})
     _make(config.unfinished)
     with nullcontext() if processes.rank else _only(config.out):
         return _run(config, jobs, text, device, console, began, processes)
@@ -131,17 +132,6 @@ def _run(
     if rest:
         loop.say(about_all, f"the time is up: {rest} trainings are left, and the same command goes on")
     return trainings.read_all(config.out)
-
-
-def _refuse_other_policies(curves: Sequence[Training], jobs: Sequence[TrainingJob]) -> None:
-    sources = {job.title: job.config.policy for job in jobs}
-    for training in curves:
-        source = sources.get(training.title)
-        if source is not None and lpq.policy(source).to_toml() != training.policy:
-            raise TrainError(
-                f"{training.title} is another recipe than the trainings that are there have: give it another name, "
-                f"or another directory with --out. Theirs is:\n{training.policy}"
-            )
 
 
 @contextmanager
@@ -332,7 +322,7 @@ def train(job: TrainingJob, stop: Callable[[], int], say: Say, show: Show) -> No
         losses=[round(loss, DIGITS) for loss in trainer.losses],
         held_out=[(r["step"], round(r["held_out_loss"], DIGITS)) for r in records if "held_out_loss" in r],
         diverged=diverged,
-        step_seconds=median(r["seconds"] for r in records) if records else math.nan,
+        step_seconds=loop.step_seconds(folder / runs.METRICS),
         machine=described(device),
         command=job.command,
         date=datetime.now(UTC).isoformat(timespec="seconds"),

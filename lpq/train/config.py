@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
+from lpq.files.typed import check_table
 from lpq.registry import toml
 from lpq.registry.errors import suggestion
-from lpq.registry.showing import brief
 from lpq.train.errors import TrainError, TrainOptionError
 
 RECIPE = "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16"
@@ -151,20 +151,8 @@ TYPES: Mapping[str, Any] = MappingProxyType(get_type_hints(TrainConfig))
 def read(path: Path) -> dict[str, Any]:
     """The options that the TOML file ``path`` gives."""
     table = toml.read(path, f"the configuration {path}", "options are", TrainError)
-    return {key: _checked(key, value, path) for key, value in table.items()}
-
-
-def _checked(key: str, value: object, path: Path) -> object:
-    if key not in TYPES:
-        raise TrainOptionError(f"{path}: there is no option {key!r}: {suggestion(key, TYPES)}")
-    kind = TYPES[key]
-    if get_origin(kind) is tuple:
-        if isinstance(value, list) and all(isinstance(v, str) for v in value):
-            return tuple(value)
-        raise TrainOptionError(f"{path}: {key} = {brief(value)} must be a list of strings")
-    kinds = get_args(kind) or (kind,)
-    if float in kinds and type(value) is int:
-        return float(value)
-    if type(value) not in kinds:
-        raise TrainOptionError(f"{path}: {key} = {brief(value)} must be of type {kinds[0].__name__}")
-    return value
+    try:
+        check_table(table, TYPES)
+    except ValueError as error:
+        raise TrainOptionError(f"{path}: {error}") from None
+    return {key: float(value) if TYPES[key] is float else value for key, value in table.items()}

@@ -99,7 +99,7 @@ def _order(gap: Gap) -> float:
 
 def _gap(title: str, own: dict[int, Training], base: dict[int, Training]) -> Gap:
     pairs = [(own[seed], base[seed]) for seed in own if seed in base]
-    diverged = sum(t.diverged is not None for t, _ in pairs)
+    diverged = sum(t.result is None for t, _ in pairs)
     speed = median(t.tokens_per_second for t, _ in pairs)
     results = [(t.result, b.result) for t, b in pairs]
     ended = [(a, b) for a, b in results if a is not None and b is not None]

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import lpq
 from lpq.cli.runs import NUMERICS, RECIPE
 from lpq.files.disk import json_of
+from lpq.files.typed import check_table
 from lpq.kernels.table import ENVIRONMENT, allowed_by
 from lpq.nn.conversion_plan import ConversionPlan, changes_of
 from lpq.nn.names import first_few
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 LINES = 10
 """About how many lines report on a training where no progress bar can be shown."""
+RECORD = {"step": int, "seconds": float, "held_out_loss": float}
+"""The values of a step's record that are read again."""
 COLUMNS = (
     TextColumn("{task.description}", markup=False),
     BarColumn(),
@@ -124,8 +127,7 @@ def beside_baseline(
                     f"go on with: {again(team)} --resume --out {shlex.quote(str(directory))}",
                     signum,
                 )
-            metrics = directory / name / runs.METRICS
-            seconds = team.first(lambda path=metrics: median(r["seconds"] for r in records(path)))  # type: ignore[misc]
+            seconds = team.first(partial(step_seconds, directory / name / runs.METRICS))
             outcomes.append(Outcome.of(title, trainer, seconds, served_by(trainer.model, device)))
     summary = Summary(config, where, directory, tuple(outcomes))
     return report.close(summary, console, on_cpu=device.type == "cpu") if team.is_first else summary
@@ -248,7 +250,18 @@ def metrics(path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
 
 def records(path: Path) -> list[dict[str, Any]]:
     """The records of all steps."""
-    try:
-        return [json_of(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except ValueError as error:
-        raise TrainError(f"{path} is broken ({error}): restore it, or train anew in another --out") from error
+    found = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            check_table(record := json_of(line), RECORD, ("step", "seconds"), others=True)
+        except ValueError as error:
+            broken = f"{path}, line {number}, is broken ({error})"
+            raise TrainError(f"{broken}: restore it, or train anew in another --out") from error
+        found.append(record)
+    return found
+
+
+def step_seconds(path: Path) -> float:
+    """The median time of the steps whose records a file has."""
+    seconds: list[float] = [record["seconds"] for record in records(path)]
+    return median(seconds or [math.nan])

@@ -49,6 +49,10 @@ if TYPE_CHECKING:
 
 HELD_OUT_BATCHES = 16
 """The number of batches of held-out text whose mean is the final loss."""
+DIVERGED = (
+    "training diverged. A lower --lr may train, or a recipe with more bits in the gradients; checkpoints from before "
+    "are kept"
+)
 DECAY = 0.2
 """The part of a run in which the learning rate of ``wsd`` decays."""
 BESIDE = {"losses", "measured", "rng", "text", "policy", "config"}
@@ -145,9 +149,7 @@ class Trainer:
         if not (math.isfinite(value) and math.isfinite(norm)):
             findings = f"\n{self.findings}" if self.findings else ""
             raise Diverged(
-                f"step {self.step + 1} has a loss of {value} and a gradient norm of {norm}: training diverged. A lower "
-                "--lr may train, or a recipe with more bits in the gradients; checkpoints from before are "
-                f"kept{findings}"
+                f"step {self.step + 1} has a loss of {value} and a gradient norm of {norm}: {DIVERGED}{findings}"
             )
         self.optimizer.step()
         if probe is not None:
@@ -215,6 +217,8 @@ class Trainer:
         with eager:  # a graph for evaluation alone would take longer to compile than to run
             mean = sum(self.team.mean(self.loss(*batch)) for batch in batches) / HELD_OUT_BATCHES
         self.model.train()
+        if not math.isfinite(mean):
+            raise Diverged(f"after step {self.step} the loss on held-out text is {mean}: {DIVERGED}")
         return mean
 
     # ------------------------------------------------------------------------------ checkpoints

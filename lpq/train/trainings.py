@@ -6,18 +6,21 @@ Nothing here imports torch: tables and figures are made of such files on any mac
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lpq.cli.runs import CURVES
 from lpq.files.disk import json_of
-from lpq.train.config import TrainConfig
+from lpq.files.typed import check_table, typed
+from lpq.train.config import TYPES, TrainConfig
 from lpq.train.errors import TrainError
 
+SAME = "trainings that are compared have the same settings"
 OF_ONE = frozenset({"recipe", "policy", "seed"})
 """The settings in which the trainings of a comparison differ."""
 
@@ -56,7 +59,8 @@ class Training:
     @property
     def result(self) -> float | None:
         """The held-out loss after the last step; None for a training that diverged."""
-        return None if self.diverged is not None else self.held_out[-1][1]
+        loss = math.nan if self.diverged is not None else self.held_out[-1][1]
+        return loss if math.isfinite(loss) else None
 
     @property
     def tokens_per_second(self) -> float:
@@ -82,20 +86,26 @@ def plain_name(title: str) -> str:
 
 def read_all(folder: Path) -> list[Training]:
     """All trainings whose files lie in ``folder``, the baseline first."""
-    every = [_read(path) for path in sorted(folder.glob(CURVES))]
+    places: dict[tuple[str, int], Path] = {}
+    every = [_read(path, places) for path in sorted(folder.glob(CURVES))]
     return sorted(every, key=lambda t: (not t.baseline, t.title, t.seed))
 
 
-def _read(path: Path) -> Training:
-    names = [f.name for f in fields(Training)]
+def _read(path: Path, places: dict[tuple[str, int], Path]) -> Training:
+    """Read a file, and note the training among the ``places`` of others."""
     try:
-        table = json_of(path.read_text(encoding="utf-8"))
-        training = Training(**{name: table[name] for name in names})
-        if training.diverged is None and not training.held_out:
-            raise ValueError("it has no held-out loss")
+        training = typed(Training, json_of(path.read_text(encoding="utf-8")))
+        check_table(training.settings, TYPES, ("steps", "batch", "seq"), others=True)
+        if training.diverged is None and not (training.held_out and training.losses):
+            raise ValueError("it has no held-out loss, or no training loss")
+        if training.step_seconds <= 0:
+            raise ValueError(f"step_seconds = {training.step_seconds} is no time")
+        other = places.setdefault((training.title, training.seed), path)
+        if other != path:
+            raise ValueError(f"{other.name} has the training by {training.title} from seed {training.seed} already")
     except OSError as error:
         raise TrainError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise TrainError(f"{path} is no curve of lpq compare ({error}): move it away") from error
     return training
 
@@ -105,19 +115,34 @@ def shared(config: TrainConfig) -> dict[str, object]:
     return {key: value for key, value in config.settings().items() if key not in OF_ONE}
 
 
-def refuse_others(trainings: Iterable[Training], config: TrainConfig, folder: Path) -> None:
-    """Raise an error if a training in ``folder`` had other settings than ``config``."""
-    settings_of_all = shared(config)
-    for training in trainings:
-        for key, value in shared(TrainConfig(**training.settings)).items():
-            if value != settings_of_all[key]:
-                tokens = training.settings["steps"] * training.settings["batch"] * training.settings["seq"]
+def refuse_others(trainings: Sequence[Training], folder: Path, config: TrainConfig | None = None) -> None:
+    """Raise an error if a training in ``folder`` had other settings than ``config``, or than the first one."""
+    usual = shared(TrainConfig())
+    every = [{**usual, **{k: tuple(v) if isinstance(v, list) else v for k, v in t.settings.items()}} for t in trainings]
+    settings_of_all = shared(config) if config is not None else every[0] if every else {}
+    for training, settings in zip(trainings, every, strict=True):
+        place = file_of(folder, training.title, training.seed)
+        for key in [*settings_of_all, *settings]:
+            ours, theirs = settings_of_all.get(key), settings.get(key)
+            if ours != theirs:
+                tokens = math.prod(training.settings[one] for one in ("steps", "batch", "seq"))
                 same = f"--tokens {tokens}" if key == "steps" else "the same"
+                asked = f"is asked for: {SAME}. Give {same}, or another directory with --out"
+                first = f"is of {trainings[0].title}: {SAME}. Move the files of one of them to another directory"
                 raise TrainError(
-                    f"{file_of(folder, training.title, training.seed)} is of a training with {key} = {value!r}, and "
-                    f"{key} = {settings_of_all[key]!r} is asked for: trainings that are compared have the same "
-                    f"settings. Give {same}, or another directory with --out"
+                    f"{place} is of a training with {key} = {theirs!r}, and {key} = {ours!r} "
+                    f"{asked if config is not None else first}"
                 )
+
+
+def refuse_other_baseline(trainings: Iterable[Training], title: str, folder: Path) -> None:
+    """Raise an error if a baseline in ``folder`` is another one."""
+    for training in trainings:
+        if training.baseline and training.title != title:
+            raise TrainError(
+                f"{file_of(folder, training.title, training.seed)} is a baseline, and {title} is, too: recipes are "
+                f"compared with one. Move the files of {training.title} away, or name another directory with --out"
+            )
 
 
 def refuse_other_text(trainings: Iterable[Training], digest: str, folder: Path) -> None:
@@ -128,3 +153,22 @@ def refuse_other_text(trainings: Iterable[Training], digest: str, folder: Path) 
                 f"{file_of(folder, training.title, training.seed)} was trained on another text ({training.source} of "
                 "another machine, or changed since): restore the text, or give another directory with --out"
             )
+
+
+def refuse_other_policies(trainings: Iterable[Training], policies: Mapping[str, str]) -> None:
+    """Raise an error if a training had another policy than the one of its title."""
+    for training in trainings:
+        if policies.get(training.title, training.policy) != training.policy:
+            raise TrainError(
+                f"{training.title} is another recipe than the trainings that are there have: give it another name, "
+                f"or another directory with --out. Theirs is:\n{training.policy}"
+            )
+
+
+def refuse_mixed(trainings: Sequence[Training], folder: Path) -> None:
+    """Raise an error if the trainings in ``folder`` are not of one comparison."""
+    refuse_others(trainings, folder)
+    for training in trainings[:1]:
+        refuse_other_text(trainings, training.text, folder)
+        refuse_other_baseline(trainings, training.title, folder)
+    refuse_other_policies(trainings, {training.title: training.policy for training in trainings})

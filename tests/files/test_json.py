@@ -27,7 +27,7 @@ OWN = ("lpq/engines/config_files.py", "lpq/files/disk.py", "lpq/train/taking_tur
 """The function itself, and files that take apart what lpq itself has just put together."""
 READERS: dict[str, tuple[str, Callable[[Path], Any], type[LpqError], str]] = {
     "config": ("config.json", read_json, CheckpointError, "config.json cannot be read: it has a name twice: "),
-    "records": ("metrics.jsonl", records, TrainError, r"is broken \(it has a name twice: .step.\): restore it"),
+    "records": ("metrics.jsonl", records, TrainError, r"line 1, is broken \(it has a name twice: .step.\): restore it"),
     "readings": ("a.jsonl", Readings.read, NumericsError, "line 1: this is no reading"),
     "a curve": ("a-seed0.json", lambda path: read_all(path.parent), TrainError, r"no curve .* \(it has a name twice: "),
     "trainer": (

@@ -138,7 +138,8 @@ def test_a_killed_run_loses_the_steps_since_its_last_checkpoint_and_no_more(
 def test_the_metrics_that_are_kept_are_in_their_file_at_every_moment(tmp_path: Path) -> None:
     """Whenever the process is killed: the file is looked at before each line of what cuts it and of the writer."""
     path = tmp_path / "metrics.jsonl"
-    kept, lost = '{"step": 1}\n{"step": 2}\n', '{"step": 3}\n{"st'
+    kept = '{"step": 1, "seconds": 0.5}\n{"step": 2, "seconds": 0.5}\n'
+    lost = '{"step": 3}\n{"st'
     path.write_text(kept + lost)
     seen: list[str] = []
 
@@ -168,7 +169,7 @@ def test_metrics_that_are_broken_are_refused_before_the_next_step(tiny: MakeConf
     folder = run(config, console).directory / "recipe"
     shutil.rmtree(folder / "step-00000006")
     (folder / "metrics.jsonl").write_text("{bad\n")
-    with pytest.raises(TrainError, match=r"metrics\.jsonl is broken \(.*\): restore it, or train anew"):
+    with pytest.raises(TrainError, match=r"metrics\.jsonl, line 1, is broken \(.*\): restore it, or train anew"):
         run(replace(config, resume=True), console)
     assert "resumed after step 4" in shown(console)
     assert (folder / "metrics.jsonl").read_text() == "{bad\n"

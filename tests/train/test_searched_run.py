@@ -91,7 +91,7 @@ def test_a_policy_that_cannot_be_written_is_told_before_the_run_is_read(tmp_path
     (file := tmp_path / "file").touch()
     ended = lpq_command(*given, file / "policy.toml")
     assert ended.status == 1
-    assert "policy.toml cannot be written: Not a directory; choose another place" in ended.err
+    assert "policy.toml cannot be written: Not a directory; choose another --out" in ended.err
     assert "cannot be written" not in lpq_command(*given, tmp_path / "new folder" / "policy.toml").err
     assert [*tmp_path.iterdir()] == [file]
 

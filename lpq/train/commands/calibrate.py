@@ -10,6 +10,9 @@ import typer
 
 from lpq.cli.export import Source, Target
 from lpq.cli.runs import checkpoint_in
+from lpq.files.claim import LOCK
+from lpq.files.disk import PARTIAL
+from lpq.files.outputs import check_writable
 from lpq.registry.errors import LpqError, OptionError, suggestion, words
 
 METHODS = ("max", "percentile", "mse", "four_over_six")
@@ -75,7 +78,11 @@ def calibrate(
     checkpoint = checkpoint_in(checkpoint)
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise lpq.checkpoint.CheckpointError(f"{directory} is there already: give another directory, or remove it")
-    job = _of_function(checkpoint, model, data or ()) if model else _of_run(checkpoint, data, samples)
+    check_writable(f"{directory}{PARTIAL}/{LOCK}", "choose another directory")
+    info = lpq.checkpoint.info(checkpoint)
+    if info.policy is None:
+        raise OptionError(f"{checkpoint} is of a model that was not converted: there is no scale to calibrate")
+    job = _of_function(checkpoint, info, model, data or ()) if model else _of_run(checkpoint, info, data, samples)
     options: dict[str, Any] = {"method": method, "samples": samples, "state": state}
     if percentile is not None:
         options["percentile"] = percentile
@@ -90,18 +97,16 @@ def calibrate(
     table("Signal to noise, in dB", ("layer", "output", "weight", "fprop"), rows)
 
 
-def _of_run(path: Path, data: Sequence[str] | None, samples: int) -> _Job:
+def _of_run(path: Path, info: Any, data: Sequence[str] | None, samples: int) -> _Job:
     """The model that ``lpq train`` trained, and batches of its text."""
     import torch
 
-    import lpq
-    from lpq.train.commands.trained import trained
+    from lpq.train.commands.trained import loaded, trained
     from lpq.train.data import load
     from lpq.train.machine import fast_bf16
 
-    info = lpq.checkpoint.info(path)
     config, plain = trained(path, info, "name the function that makes its model, --model package.module:f")
-    model = _loaded(path, info, plain)
+    model = loaded(path, info, plain)
     text = load(tuple(data) if data else config.data, config.seq, config.text)
     count = -(-samples // config.batch)
     fast = fast_bf16(torch.device("cpu"))
@@ -118,16 +123,16 @@ def _of_run(path: Path, data: Sequence[str] | None, samples: int) -> _Job:
     )
 
 
-def _of_function(path: Path, name: str, data: Sequence[str]) -> _Job:
+def _of_function(path: Path, info: Any, name: str, data: Sequence[str]) -> _Job:
     """A model that a function makes, and the batches of a file."""
-    import lpq
     from lpq.calibration.collecting import through
     from lpq.checkpoint import pickles
     from lpq.cli.models import by_function
+    from lpq.train.commands.trained import loaded
 
     if len(data) != 1:
         raise OptionError("--model needs --data FILE once: a list of batches that torch.save wrote")
-    model = _loaded(path, lpq.checkpoint.info(path), by_function(name, "--model"))
+    model = loaded(path, info, by_function(name, "--model"))
     try:
         batches = pickles.load(Path(data[0]))
     except LpqError as error:
@@ -142,13 +147,3 @@ def _of_function(path: Path, name: str, data: Sequence[str]) -> _Job:
             raise OptionError(f"the model does not take a batch of --data {data[0]}: {words(error)}") from error
 
     return _Job(model, batches, batches[:HELD_OUT], forward)
-
-
-def _loaded(path: Path, info: Any, model: Any) -> Any:
-    import lpq
-
-    if info.policy is None:
-        raise OptionError(f"{path} is of a model that was not converted: there is no scale to calibrate")
-    lpq.convert(model, info.policy, steps=info.steps, weights="quantized" if info.description.quantized else None)
-    lpq.checkpoint.load(model, path)
-    return model

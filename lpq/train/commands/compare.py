@@ -149,10 +149,12 @@ def _tell(out: Path, result: Any, other: str | None) -> None:
     """Print the table of the trainings in ``out``, and the table beside another recipe, and write these and the figure
     beside the trainings."""
     from lpq.cli.output import print_text
+    from lpq.files.outputs import writable
     from lpq.registry.tables import table
     from lpq.train import beside, gaps, plot, trainings
 
     curves = trainings.read_all(out) if result is None else result
+    trainings.refuse_mixed(curves, out)
     if not (rows := gaps.gaps(curves)):
         words = f"{out} has no training of a baseline that ended: there is nothing to compare with yet"
         if result is None:
@@ -170,8 +172,10 @@ def _tell(out: Path, result: Any, other: str | None) -> None:
         tables.append(beside.markdown(curves, other))
     elif other is not None:
         print_text(f"Beside {other}: no training by it ended yet")
-    (out / TABLE).write_text("\n\n".join(tables) + "\n", encoding="utf-8")
-    print_text(f"written to {out}/: a file for each training, {TABLE}, {plot.draw(curves, out / FIGURE)}")
+    with writable(out / TABLE, "copy the curves to another --out") as file:
+        file.write_text("\n\n".join(tables) + "\n", encoding="utf-8")
+        figure = plot.draw(curves, out / FIGURE)
+    print_text(f"written to {out}/: a file for each training, {TABLE}, {figure}")
 
 
 def _options() -> list[inspect.Parameter]:

@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from lpq.cli.runs import CONFIG, CURVES, NUMERICS, RECIPE
+from lpq.files.outputs import check_writable
 from lpq.observe import NumericsError, Readings
+from lpq.registry.errors import OptionError
 from lpq.train import runs
 
 Run = Annotated[
@@ -18,14 +20,18 @@ Run = Annotated[
         help="The directory of a run, or a file of `Numerics.write`; default: the newest run under runs/.",
     ),
 ]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="PAGE", help="The file for the page. Default: numerics.html in RUN."),
+]
 Lines = Annotated[int, typer.Option("--lines", min=0, help="The most lines of the table; 0: all.")]
 
 
-def report(run: Run = None, lines: Lines = 20) -> None:
+def report(run: Run = None, out: Out = None, lines: Lines = 20) -> None:
     """Show how well the formats of a run fit its tensors, and write a page that shows it over time.
 
-    The table has the last step that was watched, the most noise first. The page `numerics.html` lies beside it: one
-    file, which asks for nothing from outside.
+    The table has the last step that was watched, the most noise first. The page is one file, which asks for nothing
+    from outside.
     """
     path = runs.newest("to report on: name a run, or train one with --watch 100") if run is None else run
     if path.is_dir():
@@ -44,6 +50,10 @@ def report(run: Run = None, lines: Lines = 20) -> None:
         raise NumericsError(
             f"{path} has no statistics: train with --watch 100, or write them by lpq.observe.numerics to {NUMERICS}"
         )
+    page = page if out is None else out
+    if page.absolute() == place.absolute():
+        raise OptionError(f"{page} has the statistics, and the page would be written over them: choose another --out")
+    check_writable(page, "choose another --out")
     readings = Readings.read(place)
     typer.echo(readings.table(lines))
     readings.page(page)

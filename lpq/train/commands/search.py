@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Annotated, Any
 
 import typer
 
 from lpq.cli.output import Json, as_json, print_text
 from lpq.cli.runs import checkpoint_in
+from lpq.files.outputs import check_writable
 from lpq.registry.errors import LpqError, OptionError
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run of `lpq train`, or a checkpoint.")]
@@ -67,12 +67,7 @@ def search(
     budget_of(_budget(time), _budget(error), [BF16, *(recipe or USUAL)], "--{} {}")
     chosen = {text: [each] for text, each in recipes_by_name(recipe or USUAL).items() if text != BF16}
     card, _ = gpu_named(gpu, "--gpu")
-    try:
-        with TemporaryFile(dir=next(folder for folder in out.absolute().parents if folder.exists())):
-            pass  # a file can be written there
-    except OSError as failure:
-        why = failure.strerror or failure
-        raise LpqError(f"--out {out} cannot be written: {why}; choose another place") from failure
+    check_writable(out, "choose another --out")
     model, closures = _prepared(checkpoint_in(run), batches)
     if out.exists():  # last, as it is there whenever the command is given again
         raise OptionError(f"--out {out} is there already: give another name, or remove it")
@@ -118,7 +113,7 @@ def _budget(text: str) -> float | str | None:
 def _prepared(path: Path, batches: int) -> tuple[Any, list[Callable[[], Any]]]:
     """The model of a checkpoint, as it is without lpq, and the steps of some batches."""
     import lpq
-    from lpq.train.commands.trained import trained
+    from lpq.train.commands.trained import loaded, trained
     from lpq.train.data import load
     from lpq.train.machine import pick_device
     from lpq.train.trainer import loss_of
@@ -127,10 +122,7 @@ def _prepared(path: Path, batches: int) -> tuple[Any, list[Callable[[], Any]]]:
     config, model = trained(path, info, "search in Python, lpq.search")
     if info.description.quantized:
         raise OptionError(f"{path} has weights that are stored quantized: search in a run without --weights quantized")
-    if info.policy is not None:
-        lpq.convert(model, info.policy, steps=info.steps)
-    lpq.checkpoint.load(model, path)
-    model = lpq.restore(model).to(device := pick_device("auto"))
+    model = lpq.restore(loaded(path, info, model)).to(device := pick_device("auto"))
     text = load(config.data, config.seq, config.text)
 
     def closure(number: int) -> Any:

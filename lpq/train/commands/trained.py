@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
+import lpq
 from lpq.checkpoint.info import Info
 from lpq.registry.errors import OptionError
 from lpq.train.config import TrainConfig
@@ -21,3 +23,12 @@ def trained(path: Path, info: Info, otherwise: str) -> tuple[TrainConfig, GPT]:
         raise OptionError(f"{path} was not written by lpq train: {otherwise}")
     config = TrainConfig(**tomllib.loads(settings))
     return config, GPT(GPTShape(config.layers, config.heads, config.width))
+
+
+def loaded(path: Path, info: Info, model: Any) -> Any:
+    """Return the model with the recipes and the tensors of a checkpoint."""
+    if info.policy is not None:
+        stored = info.description.quantized
+        lpq.convert(model, info.policy, steps=info.steps, weights="quantized" if stored else None)
+    lpq.checkpoint.load(model, path)
+    return model
