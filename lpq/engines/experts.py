@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,7 +12,6 @@ from lpq.engines.entries import FileEntry, Memories, Multiplied, Pieces
 from lpq.nn.expert_stacks import Names, stacks_in_files
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.recipes import Recipe
-from lpq.registry.showing import listed
 from lpq.torch_private.tensors import local_part
 
 
@@ -61,15 +60,6 @@ def left_modules(stacks: Stacks) -> dict[str, bool]:
 
 def _module(weight: str) -> str:
     return weight.rpartition(".")[0]
-
-
-def notes_of(stacks: Stacks) -> Iterable[str]:
-    """Yield the remark for the user about experts that are trained quantized, and stay in high precision."""
-    if stay := [name for name, trained in left_modules(stacks).items() if trained]:
-        yield (
-            f"the experts of {listed(stay)} are in high precision, in one tensor: engines have no layers for experts "
-            "that are transposed, interleaved or with biases, or that transformers has in one tensor in files, too"
-        )
 
 
 def split(entry: FileEntry, stacks: Stacks, imported: Mapping[str, Tensor]) -> list[FileEntry] | None:

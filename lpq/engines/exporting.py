@@ -21,8 +21,8 @@ from lpq.checkpoint.ranks import CheckpointRanks
 from lpq.checkpoint.single import write_file
 from lpq.engines.config_files import DTYPE, as_json, base_of, configuration, small_files
 from lpq.engines.entries import FileEntry
-from lpq.engines.experts import Stacks, notes_of, stacks
-from lpq.engines.models import entries, shared_layers, unquantized
+from lpq.engines.experts import Stacks, left_modules, stacks
+from lpq.engines.models import check_ties, entries, shared_layers, unquantized
 from lpq.engines.names import CONFIG
 from lpq.engines.plan import Assigned, ExportPlan, planned
 from lpq.engines.saved import SavedCheckpoint
@@ -98,8 +98,7 @@ class Export:
         ranks do not share, or the directory of a checkpoint, is exported by rank 0 alone.
 
         ``layout="lpq"`` writes the whole model into one file, ``path``, for ``lpq.checkpoint.import_file``: all tensors
-        bit for bit, whatever their names. The first rank has the whole model in the CPU's memory on the way. It
-        takes the arguments ``decode`` and ``process_group`` alone.
+        bit for bit, whatever their names. The first rank has the whole model in the CPU's memory on the way.
 
         Args:
             model: A model that ``lpq.convert`` converted, however its weights are stored and sharded; or the directory
@@ -162,10 +161,9 @@ class Export:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a model as an engine of this layout names and reads them, one after the other.
 
-        It is for refitting an engine while training goes on. Weights that are stored quantized, sharded or not, are
-        gathered as they are, one at a time: there is no copy in high precision. All ranks go through it together, or
-        the ranks of ``process_group``. Each gets all tensors, on its device. Where ranks do not share the model, each
-        goes through its own.
+        Weights that are stored quantized, sharded or not, are gathered as they are, one at a time: there is no copy in
+        high precision. All ranks go through it together, or the ranks of ``process_group``. Each gets all tensors, on
+        its device. Where ranks do not share the model, each goes through its own.
 
         Args:
             model: A model that ``lpq.convert`` converted.
@@ -250,6 +248,7 @@ def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: Che
             f"{listed(adapted)} have adapters beside their weights, which engines would not find: merge these first, "
             "model = model.merge_and_unload()"
         )
+    check_ties(view)
     experts = stacks(view.module)
     notes = _notes(experts, shared_layers(view))
     rest = partial(unquantized, view.module, stacks=experts)
@@ -258,11 +257,14 @@ def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: Che
 
 def _notes(stacks: Stacks, shared: Sequence[str]) -> tuple[str, ...]:
     """Remarks about what stays in high precision though it is trained quantized."""
-    tied = (
+    experts = [name for name, trained in left_modules(stacks).items() if trained]
+    notes = {
+        f"the experts of {listed(experts)} are in high precision, in one tensor: engines have no layers for experts "
+        "that are transposed, interleaved or with biases, or that transformers has in one tensor in files": experts,
         f"the weights of {listed(shared)} belong to other modules as well, and are written once, in high precision: "
-        "training multiplies their codes",
-    )
-    return (*notes_of(stacks), *(tied if shared else ()))
+        "training multiplies their codes": shared,
+    }
+    return tuple(note for note, names in notes.items() if names)
 
 
 def _check_ranks(model: nn.Module | str | Path, ranks: CheckpointRanks) -> None:

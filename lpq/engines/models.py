@@ -69,6 +69,23 @@ def shared_layers(model: Model) -> list[str]:
     return [n for n in sorted(quantized) if names.get(f"{n}.weight", f"{n}.weight") in tied]
 
 
+def check_ties(model: Model) -> None:
+    """Refuse a model of transformers that ties other weights than its configuration, by which engines tie."""
+    of_config = getattr(model.module, "get_expanded_tied_weights_keys", None)
+    if of_config is None:
+        return
+    by_config = {plain_name(name): plain_name(other) for name, other in of_config(all_submodels=True).items()}
+    tensors, aliases = model.tensors(), model.aliases()
+    for name, other in {**by_config, **aliases}.items():
+        tied, expected = (one.get(name, name) == one.get(other, other) for one in (aliases, by_config))
+        if tied != expected and {name, other} <= tensors.keys():
+            remedy = f"give {name} a tensor of its own" if tied else "call model.tie_weights()"
+            raise CheckpointError(
+                f"{name} and {other} are {'one weight' if tied else 'two weights'} in the model, and not by its "
+                f"configuration, by which engines build it: set model.config.tie_word_embeddings = {tied}, or {remedy}"
+            )
+
+
 def unquantized(model: nn.Module, quantized: set[str], stacks: Stacks) -> Iterator[str]:
     """The modules that an engine takes for linear layers, and that are not in this set: all with a matrix as weight,
     and modules with experts that are no layers to engines."""

@@ -156,9 +156,8 @@ def _note(layers: Sequence[str]) -> str:
 
 def _not_readers(group: Group) -> tuple[str, ...]:
     """The programs that would read these layers, were none of them experts."""
-    if not any(EXPERTS.fullmatch(layer) for layer in group.layers):
-        return ()
-    return tuple(name for name in group.not_experts if name in group.readers)
+    has_experts = any(map(EXPERTS.fullmatch, group.layers))
+    return tuple(name for name in group.not_experts if has_experts and name in group.readers)
 
 
 def _note_of_experts(group: Group) -> str:
