@@ -7,7 +7,7 @@ and returns what the last returns, or a dropout of it, ``mlp`` may stand for it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from inspect import signature
 from itertools import permutations
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from lpq.nn.extended import Extension, check_extended, class_before, extend, res
 from lpq.nn.first_argument import Model, check_model
 from lpq.nn.followed_norms import followers
 from lpq.nn.fused_experts import FusedExperts, Gate, activated, why_as_before
-from lpq.nn.fused_mlp import SwiGLU, kind_of, mlp, why_apart
+from lpq.nn.fused_mlp import EVERY_MODULE, SwiGLU, kind_of, mlp, why_apart
 from lpq.nn.halves import activate
 from lpq.nn.names import plain_name
 from lpq.nn.norm_groups import REPLACED as REPLACED_SINCE
@@ -33,7 +33,7 @@ from lpq.nn.undoing import undone_if_refused
 from lpq.nn.unwrapping import unwrapped
 from lpq.operations.source import ACTIVATIONS
 from lpq.registry.showing import listed
-from lpq.torch_private.hooks import has_hooks
+from lpq.torch_private.hooks import global_hooks, has_hooks
 
 FUSED = "lpq_fuses"
 """An attribute of models whose blocks ``fuse`` has looked at."""
@@ -69,6 +69,8 @@ class BlockParts(NamedTuple):
     """A dropout of what the last layer returns; None: there is none."""
     halves: bool
     """Whether one layer makes gate and up."""
+    order: int
+    """As for ``mlp``."""
     children: dict[str, nn.Module]
     """All of them, as they were when the block was fused."""
     reads: tuple[Read, ...]
@@ -87,10 +89,10 @@ class FusedBlock(Extension, nn.Module):
         if torch.compiler.is_compiling() or kwargs or len(args) != 1 or _why_changed(self) is not None:
             return super().forward(*args, **kwargs)  # of the class before
         *before, down = layers_of(self)
-        activation, behind, halves = self.lpq_parts[2:5]
+        activation, behind, halves, order = self.lpq_parts[2:6]
         act = ACTIVATIONS[activation]
         self.__dict__["lpq_unfit"] = AUTOCAST if act.is_high else None
-        y = down(activate(before[0](args[0]), act)) if halves else mlp(args[0], before, down, act)
+        y = down(activate(before[0](args[0]), act)) if halves else mlp(args[0], before, down, act, order)
         return y if behind is None else self.lpq_parts.children[behind](y)
 
 
@@ -101,9 +103,11 @@ def layers_of(block: FusedBlock) -> tuple[nn.Module, ...]:
 
 def _why_changed(block: FusedBlock) -> str | None:
     """Why ``mlp`` no longer stands for a block, whatever its layers are; None if it does."""
-    before, down, _, behind, _, children, reads = block.lpq_parts
+    before, down, _, behind, *_, children, reads = block.lpq_parts
     if "forward" in vars(block):
         return REPLACED_SINCE
+    if global_hooks():
+        return EVERY_MODULE
     names = *before, down, behind
     if children != block._modules:
         now = {name: child for name, child in block._modules.items() if children.get(name) is not child}
@@ -216,9 +220,9 @@ def find_parts(module: nn.Module) -> BlockParts | str | None:
         elif result is not None:
             if any(has_hooks(m) for name, m in children.items() if name not in (*own, result[1])):
                 return HOOKED
-            activation, behind, reads = result
+            activation, behind, order, reads = result
             halves = _makes_halves([children[name] for name in before], children[down])
-            return BlockParts((*before,), down, activation, behind, halves, dict(module._modules), reads)  # type: ignore[arg-type]
+            return BlockParts((*before,), down, activation, behind, halves, order, dict(module._modules), reads)  # type: ignore[arg-type]
     return OTHER if OTHER in reasons else next(iter(reasons), None)
 
 
@@ -353,46 +357,48 @@ def _gathered(model: nn.Module) -> Collection[nn.Module]:
 
 def _activation(
     module: nn.Module, before: Sequence[str], down: str
-) -> tuple[str, str | None, tuple[Read, ...]] | str | None:
-    """The activation with which the forward of a block is ``mlp``, the name of the dropout behind, and the attributes
-    by which the forward decided; the reason why it is not ``mlp``, or does not run on a few rows; None if it does not
-    run and is no MLP as far as can be seen, as attention or a list of layers."""
+) -> tuple[str, str | None, int, tuple[Read, ...]] | str | None:
+    """The activation with which the forward of a block is ``mlp``, the name of the dropout behind, the order of its
+    calls, and the attributes by which the forward decided; the reason why it is not ``mlp``, or does not run on a few
+    rows; None if it does not run and is no MLP as far as can be seen, as attention or a list of layers."""
     with aside():
         x, y, dropped, *outputs = numbers(len(before) + 3)
         if _makes_halves([module._modules[name] for name in before], module._modules[down]):
             outputs = [torch.cat(numbers(2), -1)]
         tensors = [t.clone().requires_grad_() * 1 for t in outputs]
-        layers = {name: StandIn(t) for name, t in zip((*before, down), (*tensors, y), strict=True)}
-        dropouts = {name: StandIn(dropped) for name, m in module._modules.items() if type(m) is nn.Dropout}
-        stand_ins, trial = {**layers, **dropouts}, Trial(grads=True)
+        results = dict.fromkeys((name for name, m in module._modules.items() if type(m) is nn.Dropout), dropped)
+        results |= zip((*before, down), (*tensors, y), strict=True)
+        calls, trial = list[tuple[str, Any]](), Trial(grads=True)
+        stand_ins = {name: StandIn(name, t, calls) for name, t in results.items()}
         try:
             like = trial.copy(module, lambda parent, name, _: stand_ins.get(name) if parent is module else None)
             with trial:
                 out = class_before(module).forward(like, x)
         except Exception as error:  # other code's, which may raise anything on such an input
-            begun = _begins_mlp(module, before, down, layers, x)
+            begun = _begins_mlp(module, before, down, calls, x)
             return RAISES.format(type(error).__name__) if begun else None
         if trial.shows_little() or not all(map(torch.equal, tensors, outputs)):
             return OTHER
-        if any(stand_in.inputs and stand_in.inputs[0] is not y for stand_in in dropouts.values()):
+        if any(given is not y and given is not dropped for name, given in calls if results[name] is dropped):
             return DROPS
-        behind = next((name for name, stand_in in dropouts.items() if stand_in.inputs), None)
-        calls = [stand_in.inputs for stand_in in stand_ins.values() if stand_in.inputs]
-        if any(len(own) != 1 for own in calls) or len(calls) != len(layers) + (behind is not None):
+        behind = next((name for name, _ in calls if results[name] is dropped), None)
+        inputs, names = dict(calls), [*before, down] if behind is None else [*before, down, behind]
+        if sorted(name for name, _ in calls) != sorted(names) or any(inputs[name] is not x for name in before):
             return OTHER
-        if any(own[0] is not x for own in calls[: len(before)]) or out is not (y if behind is None else dropped):
-            return OTHER
-        activation = _named(calls[len(before)][0], trial, tensors)
-        return OTHER if activation is None else (activation, behind, trial.of(module))
+        activation = _named(inputs[down], trial, tensors) if out is results[names[-1]] else None
+        order = 1 if calls[0][0] == before[0] else -1
+        return OTHER if activation is None else (activation, behind, order, trial.of(module))
 
 
-def _begins_mlp(module: nn.Module, before: Sequence[str], down: str, layers: Mapping[str, StandIn], x: Tensor) -> bool:
+def _begins_mlp(
+    module: nn.Module, before: Sequence[str], down: str, calls: Sequence[tuple[str, Any]], x: Tensor
+) -> bool:
     """Whether a forward that raised begins as an MLP does: its first layers were called with its input, and the last
     was not. If it called no layer, a forward of one argument counts whose layers have sizes of an MLP alone: attention
     takes more, or the layers of q, k and v are alike, and a list of layers has no forward."""
-    inputs = {name: layer.inputs for name, layer in layers.items()}
-    if any(inputs.values()):
-        return all(len(inputs[name]) == 1 and inputs[name][0] is x for name in before) and not inputs[down]
+    inputs = [(name, given) for name, given in calls if name in (*before, down)]
+    if inputs:
+        return sorted(name for name, _ in inputs) == sorted(before) and all(given is x for _, given in inputs)
     parameters = signature(class_before(module).forward).parameters.values()
     needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     last: Any = module._modules[down]

@@ -24,7 +24,7 @@ from lpq.nn.stand_ins import Read, changed
 from lpq.operations.source import ACTIVATIONS
 from lpq.recipes.gemms import TENSORS
 from lpq.tensor import QuantizedTensor
-from lpq.torch_private.hooks import has_hooks
+from lpq.torch_private.hooks import global_hooks, has_hooks
 
 ATTRIBUTES = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
 """Attributes that the interface gives each module; newer ones give ``has_post_expert_norm``, too."""
@@ -193,7 +193,7 @@ def why_as_before(experts: FusedExperts) -> str | None:
         return "it has no recipe"
     if experts.gate.children != experts._modules:
         return "its activation is another module since: call lpq.fuse again"
-    if any(has_hooks(m) for m in experts.gate.children.values()):
+    if global_hooks() or any(has_hooks(m) for m in experts.gate.children.values()):
         return "hooks are called with its activation"
     name = changed(experts.gate.reads)
     return None if name is None else f"its {name} was set since: call lpq.fuse again"

@@ -41,6 +41,7 @@ OF_PRODUCT = Within(x=True, dy=False)
 GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 """The activation of each ``approximate`` of ``F.gelu``."""
 NO_RECIPE = "has no recipe"
+EVERY_MODULE = "a hook is called with every module"
 
 
 def swiglu(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
@@ -75,20 +76,22 @@ def geglu(
     return mlp(x, (gate, up), down, ACTIVATIONS[GELUS[approximate]])
 
 
-def mlp(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Activation) -> Tensor:
+def mlp(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Activation, order: int = 1) -> Tensor:
     """``down(act(gate(x)) * up(x))`` where ``before`` is gate and up, and ``down(act(up(x)))`` where it is up alone, as
-    one function where the layers allow it; see ``swiglu``."""
+    one function where the layers allow it; see ``swiglu``. ``order``: -1 if up is called before gate, and draws its
+    random numbers first; else 1."""
     high = autocasts() and activation.is_high  # which takes a call only where it may be true
     if torch.compiler.is_compiling() or high or why_apart(before, down) is not None:
-        return _apart(x, before, down, activation)
+        return _apart(x, before, down, activation, order)
     for layer in (*before, down):
         if layer.passes.fresh:  # type: ignore[union-attr]  # and producers encode by states; this is in every step
-            return _apart(x, before, down, activation)
+            return _apart(x, before, down, activation, order)
     prepared: list[Any] = []
-    for layer in before:
+    for layer in before[::order]:
         prepared.append(layer.forward(x, OF_X))
         if prepared[0] is None:  # something watches this pass, or traces it
-            return _apart(x, before, down, activation)
+            return _apart(x, before, down, activation, order)
+    prepared = prepared[::order]
     grad = torch.is_grad_enabled()
     summed = tuple(grad and of.bias is not None and of.bias.requires_grad for of in prepared)
     calls = [of.call for of in prepared]
@@ -120,12 +123,13 @@ def mlp(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Act
     return y if finish is None else laid_out_by_own(down, like, finish(y))
 
 
-def _apart(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Activation) -> Tensor:
+def _apart(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Activation, order: int) -> Tensor:
     """Compute the layers one after the other. A tensor among them keeps the others apart, and is refused here."""
     for name, layer in _named(before, down):
         if not isinstance(layer, nn.Module):
             raise TypeError(f"{name} is a {type(layer).__name__}: it is the layer itself, not its weight or its output")
-    return down(activation.compute(*(layer(x) for layer in before)))  # type: ignore[no-any-return]
+    outputs = [layer(x) for layer in before[::order]]
+    return down(activation.compute(*outputs[::order]))  # type: ignore[no-any-return]
 
 
 class SwiGLU(nn.Module):
@@ -153,7 +157,7 @@ def why_apart(before: Sequence[nn.Module], down: nn.Module, gathered: Collection
     """Why layers are computed one after the other; None if they are one function. ``before``: as in ``mlp``.
     ``gathered``: modules whose parameters FSDP2 makes ordinary tensors for a pass, of which this is asked before."""
     if global_hooks():
-        return "a hook is called with every module"
+        return EVERY_MODULE
     for name, layer in _named(before, down):
         if type(layer) is nn.Linear:
             return f"its {name} {NO_RECIPE}"

@@ -71,15 +71,16 @@ class ReplacedForward(Exception):
 
 
 class StandIn(nn.Module):
-    """Takes the place of a layer: it keeps its input and returns a given tensor."""
+    """Takes the place of a layer: it notes its calls, and returns a given tensor."""
 
-    def __init__(self, output: Tensor) -> None:
+    def __init__(self, name: str, output: Tensor, calls: list[tuple[str, Any]]) -> None:
+        """``calls``: of all stand-ins, in order, each with its input; None: it was not called with that alone."""
         super().__init__()
         del self.training  # no trial notes who asks for its mode, which may change
-        self.output, self.inputs = output, list[Any]()
+        self.name, self.output, self.calls = name, output, calls
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.inputs += [*args, *kwargs.items()]
+        self.calls.append((self.name, args[0] if len(args) == 1 and not kwargs else None))
         return self.output
 
 

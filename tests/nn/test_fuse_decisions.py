@@ -1,0 +1,101 @@
+"""lpq.fuse changes no bit where hooks of all modules look, where layers draw numbers in another order, and where a
+forward decides by what a first trial does not show."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.comparing import equal
+from torch import Tensor, nn
+
+import lpq
+
+
+def pair(make: Callable[[], nn.Module], recipe: str = "fp8-current", dtype: torch.dtype = torch.bfloat16) -> list[Any]:
+    """The same model as it was converted, and fused."""
+    torch.manual_seed(0)
+    plain = lpq.convert(nn.Sequential(make()).to(dtype), recipe, include="all")
+    return [plain, lpq.fuse(copy.deepcopy(plain))]
+
+
+def fused(net: nn.Module) -> list[str]:
+    return [entry.name for entry in lpq.report(net).fused]
+
+
+def step(net: nn.Module, x: Tensor) -> list[Tensor | None]:
+    net.zero_grad()
+    torch.manual_seed(1)
+    x = x.clone().requires_grad_()
+    y = net(x)
+    y.float().square().mean().backward()
+    return [y.detach(), x.grad, *(p.grad for p in net.parameters())]
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    torch.manual_seed(2)
+    return torch.randn(*shape, 64).to(dtype)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.act_fn(self.gate(x)) * self.up(x))
+        return y
+
+
+class UpFirst(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(x)
+        y: Tensor = self.down(self.act_fn(self.gate(x)) * up)
+        return y
+
+
+class Halves(nn.Module):
+    """Gate and up are one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down, self.act_fn = nn.Linear(64, 192), nn.Linear(96, 64), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        y: Tensor = self.down(self.act_fn(gate) * up)
+        return y
+
+
+@pytest.mark.parametrize("block", [Block, UpFirst, Halves])
+def test_a_hook_of_all_modules_is_called_with_the_activation(block: Any) -> None:
+    found, called = [], []
+
+    def hook(module: nn.Module, args: Any, y: Tensor) -> Tensor | None:
+        called.append(type(module).__name__)
+        return 2 * y if isinstance(module, nn.SiLU) else None
+
+    for net in pair(block):
+        handle = nn.modules.module.register_module_forward_hook(hook)
+        try:
+            found.append(step(net, rows(16)))
+        finally:
+            handle.remove()
+    assert equal(*found)
+    assert called[: len(called) // 2] == called[len(called) // 2 :]
+    assert called.count("SiLU") == 2
+    assert fused(net) == ["0"]
+
+
+@pytest.mark.parametrize("block", [Block, UpFirst])
+def test_layers_draw_random_numbers_in_the_order_of_their_calls(block: Any, fused_passes: list[int]) -> None:
+    plain, net = pair(block, "nvfp4")
+    expected = step(plain, rows(16))
+    assert equal(step(net, rows(16)), expected)
+    assert len(fused_passes) == 1
+    net[0].lpq_parts = net[0].lpq_parts._replace(order=-net[0].lpq_parts.order)
+    assert not equal(step(net, rows(16)), expected)
