@@ -33,7 +33,7 @@ from lpq.nn.observing import observing
 from lpq.nn.restoring import restore
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.observe.gradient_error import GradientError, OverRanks, Parts
-from lpq.observe.readings import NumericsError, check_whole
+from lpq.observe.readings import NumericsError, check_forgets, check_whole
 from lpq.observe.replay import Before, Closure, Replay
 from lpq.recipes import Policy, Recipe, RecipeError, Rule
 from lpq.recipes.gemms import GEMMS, Gemm
@@ -221,13 +221,8 @@ def recipes_by_name(names: Iterable[str]) -> dict[str, Recipe]:
         raise OptionError(f"search: recipes = {brief(names)}: it is a list, as recipes=['mxfp8', 'nvfp4']")
     by_text = {BF16: recipes_of.recipe(BF16)}
     for text in names:
-        recipe = by_text[text] = recipes_of.recipe(text)
-        for operand, quantizer in recipe.operands.items():
-            if quantizer.state:
-                raise OptionError(
-                    f"search: {text} remembers earlier steps for {operand}, which a batch alone has none of: search "
-                    "with a recipe that measures each tensor, as fp8-current in place of fp8-delayed"
-                )
+        by_text[text] = recipes_of.recipe(text)
+        check_forgets("search", by_text[text])
     return by_text
 
 

@@ -28,7 +28,7 @@ from lpq.nn.observing import observing
 from lpq.nn.plan import Plan
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.observe.operands import SomeRows, some_rows
-from lpq.observe.readings import NumericsError, Readings, check_whole
+from lpq.observe.readings import NumericsError, Readings, check_forgets, check_whole
 from lpq.observe.replays import Replays
 from lpq.observe.shards import shards
 from lpq.observe.sharing import device_of, inside_of_replicas, is_shared, refuse_inside
@@ -37,6 +37,7 @@ from lpq.observe.sums import SUMS, Reading, reading_of
 from lpq.operations.reduce_statistics import reduce_sum
 from lpq.recipes.gemms import TENSORS
 from lpq.recipes.globs import matching
+from lpq.registry.errors import OptionError
 from lpq.registry.showing import brief, listed
 from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
@@ -116,6 +117,10 @@ def numerics(
     names = _names_of(inside_of_replicas(model), patterns)
     ranks = Ranks.of(process_group, is_shared(model), "watches")
     other = None if what_if is None else recipes.recipe(what_if)
+    if other is not None:
+        check_forgets("numerics: what_if", other)
+        if all(quantizer.plain for quantizer in other.operands.values()):
+            raise OptionError(f"numerics: what_if: {other.title} encodes nothing, so there is no error to tell of")
     options = f"every={every}, rows={rows}, step={step}, what_if={other and other.text}"
     remedy = "Convert the model, and call this, alike on all of them; a stage of a pipeline passes its process_group="
     ranks.equal([*names.values(), options], "numerics: the ranks do not watch the same", remedy)

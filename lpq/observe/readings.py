@@ -15,7 +15,8 @@ from lpq.files.errors import FileError
 from lpq.files.outputs import writable
 from lpq.files.typed import typed
 from lpq.observe.sums import Reading, noise_order
-from lpq.registry.errors import LpqError
+from lpq.recipes import Recipe
+from lpq.registry.errors import LpqError, OptionError
 from lpq.registry.showing import Readable, brief
 
 
@@ -42,6 +43,16 @@ def check_number(owner: str, most: float, /, **given: object) -> None:
         if not is_number(value) or not 0 <= value <= most:
             to = "on" if math.isinf(most) else f"to {most:g}"
             raise NumericsError(f"{owner}: {name}={brief(value)}: it is a number from 0 {to}")
+
+
+def check_forgets(owner: str, recipe: Recipe) -> None:
+    """Refuse a recipe that remembers earlier steps, where no steps by it went before."""
+    for operand, quantizer in recipe.operands.items():
+        if quantizer.state:
+            raise OptionError(
+                f"{owner}: {recipe.title} remembers earlier steps for {operand}, and none were by it: name a recipe "
+                "that measures each tensor"
+            )
 
 
 class Readings(Readable):

@@ -80,6 +80,7 @@ class TrainConfig:
     resume: bool = option(False, "Go on from the last checkpoint of --out, or of the newest run under runs/.")
     validate_every: int = option(0, "Steps between losses on the held-out text; 0: only at the end.", least=0)
     watch: int = option(0, "Steps between statistics of how well the formats fit, for `lpq report`; 0: none.", least=0)
+    what_if: str | None = option(None, "A recipe for which --watch takes the same statistics, of the run's tensors.")
     replay: bool = option(
         False, "Replay a step where the loss or the gradient norm leaves its course, and name the layers that did it."
     )
@@ -119,6 +120,8 @@ class TrainConfig:
                 "record = True: what a graph replays cannot be watched or replayed by layers: leave out --record, or "
                 "--watch, --replay and --promote"
             )
+        if self.what_if and not self.watch:
+            raise TrainOptionError(f"what_if = {self.what_if!r} is for the statistics of --watch: add --watch 100")
         if self.policy is not None and self.recipe != RECIPE:
             raise TrainOptionError("a policy gives the recipes itself: name a recipe or a policy, not both")
 
@@ -139,9 +142,10 @@ class TrainConfig:
         return {k: v for k, v in asdict(self).items() if k not in FREE}
 
 
-FREE = frozenset(
-    {"baseline", "second_seed", "out", "resume", "full", "checkpoint_every", "device", "record", "watch", "replay"}
-)
+FREE = frozenset({
+    "baseline", "second_seed", "out", "resume", "full", "checkpoint_every", "device", "record", "watch", "what_if",
+    "replay",
+})  # fmt: skip
 """Options that may differ between a run and its resumption (bitwise the same on the same kind of device)."""
 
 TYPES: Mapping[str, Any] = MappingProxyType(get_type_hints(TrainConfig))

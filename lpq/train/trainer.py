@@ -122,7 +122,8 @@ class Trainer:
     def begin_watch(self) -> Numerics | None:
         """Watch the numerics of the steps from here on, if the run is to, by the numbers that their records have."""
         if self.config.watch and self.policy is not None:
-            self.watch = lpq.observe.numerics(self.model, every=self.config.watch, step=self.step + 1)
+            other = self.config.what_if or None
+            self.watch = lpq.observe.numerics(self.model, every=self.config.watch, step=self.step + 1, what_if=other)
         return self.watch
 
     def advance(self) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     return configs
 
 
-@pytest.mark.parametrize("instead", [{}, {"record": True, "watch": 0, "replay": False, "promote": 0}])
+@pytest.mark.parametrize("instead", [{}, {"record": True, "watch": 0, "what_if": "", "replay": False, "promote": 0}])
 def test_every_option_reaches_the_configuration(
     app: typer.Typer, ran: list[TrainConfig], instead: dict[str, Any]
 ) -> None:
@@ -193,7 +193,7 @@ def test_every_option_reaches_the_configuration(
         "seed": 4, "layers": 1, "heads": 1, "width": 16, "data": ("a", "b"), "device": "cpu", "compile": True,
         "threads": 2, "out": "o", "checkpoint_every": 0, "weights": "quantized", "full": True,
         "schedule": "wsd", "warmup": 0.25, "weight_decay": 0.5, "clip": 2.0, "text": 3, "validate_every": 5, "watch": 7,
-        "replay": True, "promote": 9, "record": False,
+        "replay": True, "promote": 9, "record": False, "what_if": "mxfp8",
     } | instead  # fmt: skip
     assert {f.name for f in fields(TrainConfig)} == {*said, "policy", "resume"}
     arguments = []

@@ -10,7 +10,9 @@ from training import MakeConfig
 
 from lpq.__main__ import main
 from lpq.observe import Readings
+from lpq.registry.errors import LpqError
 from lpq.train import run
+from lpq.train.errors import TrainOptionError
 
 
 def test_a_run_is_watched_and_reported(
@@ -30,6 +32,34 @@ def test_a_run_is_watched_and_reported(
     with pytest.raises(SystemExit):
         main_of(["report", str(tmp_path / "alone")])
     assert "has no statistics: train with --watch 100" in capsys.readouterr().err
+
+
+def test_a_run_is_asked_about_another_recipe(
+    tiny: MakeConfig, console: Console, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Which changes no number of it, and may differ where it is resumed; a policy or a recipe without an error is
+    refused before the first step."""
+    out = tmp_path / "run"
+    asked = run(tiny(watch=2, what_if="nvfp4", recipe="mxfp8", steps=4, baseline=False), console)
+    alone = run(tiny("alone", recipe="mxfp8", steps=4, baseline=False), console)
+    assert asked.outcomes[0].losses == alone.outcomes[0].losses
+    readings = Readings.read(out / "recipe" / "numerics.jsonl").readings()
+    formats = {one.recipe: one.format for one in readings if one.operand == "x.row"}
+    assert formats == {"": "mxfp8", "nvfp4": "nvfp4"}
+    main_of(["report", str(out), "--lines", "0"])
+    assert " if nvfp4" in capsys.readouterr().out
+    for index, (other, words) in enumerate(
+        (
+            ("nvfp4-late-switch", "is a policy and not a recipe"),
+            ("fp8-delayed", r"what_if: fp8-delayed remembers earlier steps for fprop\.x, and none were by it"),
+            ("bf16", "what_if: bf16 encodes nothing"),
+        )
+    ):
+        with pytest.raises(LpqError, match=words):
+            run(tiny(f"refused {index}", watch=2, what_if=other, baseline=False), console)
+        assert not (tmp_path / f"refused {index}").exists()
+    with pytest.raises(TrainOptionError, match="what_if = 'nvfp4' is for the statistics of --watch: add --watch 100"):
+        tiny(what_if="nvfp4")
 
 
 def test_a_report_without_a_run_asks_for_one(
