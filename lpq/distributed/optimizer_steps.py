@@ -104,6 +104,8 @@ class Steps:
         return look if look is not None and look.optimizer() is optimizer else None
 
     def _before(self, optimizer: Optimizer, *_: object) -> None:
+        if (own := _of_this_rank(optimizer)) is not None and not self._is_part(own):
+            self._parts.append(own)
         if self._is_part(optimizer):
             return
         look = self._look(optimizer)
@@ -112,6 +114,8 @@ class Steps:
             watcher.before_step(optimizer)
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
+        if (own := _of_this_rank(optimizer)) is not None and self._is_part(own):
+            self._parts.remove(own)
         look = self._last_look(optimizer)
         if look is None or not look.concerned or self._is_part(optimizer):
             return
@@ -139,6 +143,12 @@ class Steps:
             yield
         finally:
             self._parts.remove(optimizer)  # and not the last one, which another thread may have added
+
+
+def _of_this_rank(optimizer: Optimizer) -> Optimizer | None:
+    """The optimizer that steps this rank's share of the parameters, as ZeroRedundancyOptimizer has one."""
+    own = vars(optimizer).get("optim")
+    return own if isinstance(own, Optimizer) else None
 
 
 def _live(watchers: Iterable[weakref.ref[Watcher]]) -> list[Watcher]:

@@ -12,6 +12,7 @@ import torch
 from ranks import fully_shard, mesh_of, of_all, on_ranks
 from support.comparing import equal
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
@@ -82,6 +83,20 @@ def test_ranks_remember_the_same_after_each_step(
         assert len(seen) <= 3 + (number == 0) * 4, "few, however many layers there are"
         optimizer.zero_grad()
         assert _agree(net)
+
+
+@on_ranks(2)
+def test_ranks_that_share_out_an_optimizer_remember_alike(rank: int) -> None:
+    """Each steps some layers within the step of all: layers of one rank are not mixed with those of the other one."""
+    net = _replicated(_net())
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), optimizer_class=SGD, lr=0.1)
+    for number in range(2):
+        net(_batch(rank, number)).square().mean().backward()
+        seen = of_all([buffer.clone() for name, buffer in net.named_buffers() if "history" in name])
+        optimizer.step()
+        assert _agree(net)
+        largest = [torch.stack(each).amax(0) for each in zip(*seen, strict=True)]
+        assert equal([buffer for name, buffer in net.named_buffers() if "history" in name], largest)
 
 
 @on_ranks(2)
