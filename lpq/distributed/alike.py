@@ -267,10 +267,13 @@ class CachedDescription:
         if (now := [*map(_state, self._layers)]) != self._was:
             self._was = now
             self._texts.clear()
-        kind = (rows.shape[1:], rows.dtype, rows.requires_grad)
+        grad, device = torch.is_grad_enabled(), rows.device.type
+        cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        kind = (rows.shape[1:], rows.dtype, grad, grad and rows.requires_grad, cast)
         if (entry := self._texts.get(kind)) is None:
-            gradient = "with" if rows.requires_grad else "without"
-            text = f"rows of {[*rows.shape[1:]]} {rows.dtype} {gradient} a gradient\n{description(self._part)}"
+            gradient = f"{'with' if kind[3] else 'without'} a gradient" if grad else "where no gradient is computed"
+            under = "" if cast is None else f", under autocast to {cast}"
+            text = f"rows of {[*rows.shape[1:]]} {rows.dtype} {gradient}{under}\n{description(self._part)}"
             entry = self._texts[kind] = digest(text), text
         return entry
 
@@ -279,7 +282,7 @@ def _state(layer: Any) -> tuple[object, ...]:
     """All of a converted layer that its description has and that may change."""
     stages, weight = layer.model.stages, next(iter(layer._parameters.values()), None)
     step = None if stages is None else (stages.step, stages.was_set)
-    of_weight = None if weight is None else (weight.shape, weight.dtype)
+    of_weight = None if weight is None else (weight.shape, weight.dtype, weight.requires_grad)
     return layer.recipe, layer.schedule, step, getattr(layer, "dispatched", None), of_weight
 
 
@@ -303,7 +306,7 @@ def _layers(root: nn.Module) -> Iterator[tuple[str, list[nn.Parameter], torch.de
         yield _describe(names[module], module, params, dtype, how), params, device
         for key, parameter in module._parameters.items():
             if key != "weight" and parameter is not None:  # it is gathered with the weight
-                yield f"{names[module]}.{key}: {[*parameter.shape]}".lstrip("."), params, device
+                yield f"{names[module]}.{key}: {[*parameter.shape]}{_frozen(parameter)}".lstrip("."), params, device
 
 
 def _describe(
@@ -311,7 +314,7 @@ def _describe(
 ) -> str:
     """A description of a layer that must be equal on all ranks: its name, class, recipe and so on."""
     kind, (weight, *_) = type(module).__name__.removeprefix("FSDP"), params
-    text = f"{name}: {kind} with a weight {[*weight.shape]} of {dtype or weight.dtype}{how}"
+    text = f"{name}: {kind} with a weight {[*weight.shape]} of {dtype or weight.dtype}{how}{_frozen(weight)}"
     if not is_converted(module):
         return text
     layer: Any = module
@@ -325,6 +328,11 @@ def _describe(
         return text
     at_step = stages is not None and stages.was_set
     return f"{text}, at step {stages.step} of ({schedule})" if at_step else f"{text}, before lpq.set_step"
+
+
+def _frozen(parameter: Tensor) -> str:
+    """Whether no gradient of it travels."""
+    return "" if parameter.requires_grad else ", frozen"
 
 
 def _waiting() -> str:

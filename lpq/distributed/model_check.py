@@ -41,6 +41,8 @@ class PassInput(NamedTuple):
     mesh: DeviceMesh
     shape: torch.Size
     dtype: torch.dtype
+    result: torch.dtype
+    """The dtype of the output, which under autocast is another one."""
     placements: Any
     """The placements on the mesh, if the input is a DTensor; ``shape`` is then the global shape."""
     dx: bool
@@ -60,7 +62,8 @@ class PassInput(NamedTuple):
         trained = " and ".join(name for name, gets in named if gets) or "neither"
         how = "" if self.encoded is None else f" encoded as {self.encoded}"
         within = ", in a fused block" if self.joined else ""
-        return f"an input {[*self.shape]} of {self.dtype}{how}{over}, gradients of {trained}{within}"
+        cast = "" if self.result == self.dtype else f", an output of {self.result}"
+        return f"an input {[*self.shape]} of {self.dtype}{how}{over}, gradients of {trained}{cast}{within}"
 
 
 class ModelCheck(Watcher):
@@ -159,12 +162,12 @@ class ModelCheck(Watcher):
             passes.compare(model)
 
     def before_pass(
-        self, layer: L, input: Tensor, weight: DTensor, check: Callable[[L, Tensor, DTensor], None],
-        encoded: str | None = None, joined: bool = False,
+        self, layer: L, input: Tensor, weight: DTensor, result: torch.dtype,
+        check: Callable[[L, Tensor, DTensor], None], encoded: str | None = None, joined: bool = False,
     ) -> None:  # fmt: skip
         """Raise on all ranks of a mesh unless they have the same model, call this layer with equal inputs, and none of
-        them refuses its own; ``check``: raises if this rank does; ``encoded``: how the input is encoded, if it arrives
-        so; ``joined``: whether the layer is computed with others.
+        them refuses its own; ``result``: the dtype of the output; ``check``: raises if this rank does; ``encoded``: how
+        the input is encoded, if it arrives so; ``joined``: whether the layer is computed with others.
 
         Inputs are compared if they are new, since the host would wait for a GPU; on CPUs they always are, so that a
         rank which alone has another recipe or input than before is found in any pass. On GPUs the others may be in the
@@ -177,7 +180,7 @@ class ModelCheck(Watcher):
             placements = input.placements if isinstance(input, DTensor) else None
             dx, dw = grad and input.requires_grad, grad and weight.requires_grad
             shape, dtype, layout, device = input.shape, input.dtype, input.layout, input.device
-            facts = PassInput(mesh, shape, dtype, placements, dx, dw, encoded, joined, layout, device)
+            facts = PassInput(mesh, shape, dtype, result, placements, dx, dw, encoded, joined, layout, device)
         except RuntimeError:
             pass  # it has no shape: check says so
         due = passes.moving and passes.first() is layer

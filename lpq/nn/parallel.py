@@ -103,7 +103,7 @@ def multiply_parts(
 ) -> DTensor | Prepared | None:  # fmt: skip
     """Return the output of a layer, over the mesh of its weight. ``complete`` adds to a call the values that are new in
     each pass. ``within``: as for ``Layer.forward``."""
-    _compare_ranks(layer, input, weight, within is not None)
+    _compare_ranks(layer, input, weight, dtype, within is not None)
     grad, w, local, over = torch.is_grad_enabled(), weight.to_local(), local_part(input), None
     by = EncodedBy.over_ranks(layer, input) if isinstance(local, QuantizedTensor) else None
     if isinstance(local, WithValue) and by is None:
@@ -190,7 +190,7 @@ def _finished(over: MeshPass, bias: Tensor | None, y: Tensor) -> DTensor:
     return DTensor.from_local(y, over.mesh, [over.output], run_check=False)
 
 
-def _compare_ranks(layer: WeightedLayer, input: Tensor, weight: DTensor, joined: bool = False) -> None:
+def _compare_ranks(layer: WeightedLayer, input: Tensor, weight: DTensor, dtype: torch.dtype, joined: bool) -> None:
     """Raise on all ranks of the mesh unless they have the same model and equal parts of the input, which each can take.
     A compiled pass does not compare: nothing may wait inside of it."""
     if torch.compiler.is_compiling() or weight.device_mesh.ndim != 1:
@@ -203,7 +203,7 @@ def _compare_ranks(layer: WeightedLayer, input: Tensor, weight: DTensor, joined:
     if (check := layer.model.check) is None:  # it was not converted, or is a copy: another model than the others
         check = ModelCheck(layer)
         layer.model = replace(layer.model, check=check)
-    check.before_pass(layer, input, weight, check_parallel, encoding, joined)
+    check.before_pass(layer, input, weight, dtype, check_parallel, encoding, joined)
 
 
 def _laid_out(mesh: DeviceMesh, input: Tensor, source: Placement, target: Placement) -> tuple[Tensor, Tensor]:

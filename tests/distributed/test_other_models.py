@@ -54,6 +54,17 @@ def test_other_models(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_a_layer_that_one_rank_froze(rank: int) -> None:
+    """Its gradient would travel from the others alone."""
+    for weights in ("high_precision", "quantized", None):
+        for name, words in (("0.up.weight", f"[0.up: {LAYER}"), ("1.down.bias", "[1.down.bias: [64]")):
+            net = model(**SMALL)
+            net.get_parameter(name).requires_grad_(rank == 0)
+            lpq.convert(net, "mxfp8", weights=weights)
+            _refused(fully_shard(net), words, ", frozen")
+
+
+@on_ranks(2)
 def test_other_steps(rank: int) -> None:
     """As they are before the first gather, and where all change their recipes."""
     net = built(How(STAGED, **SMALL))

@@ -83,6 +83,8 @@ def test_other_parts(rank: int) -> None:
     other = X.bfloat16() if rank else X
     refused(lambda: model(other), "torch.float32, ", "torch.bfloat16, ", begins=begins)
     refused(lambda: model(X.clone().requires_grad_(rank == 1)), "of its input and its weight", begins=begins)
+    with torch.autocast("cpu", torch.bfloat16, enabled=rank == 1):  # the sums of a first row-wise layer would not fit
+        refused(lambda: model(X), ", gradients of its weight, an output of torch.bfloat16]", begins=begins)
 
 
 @on_ranks(2)
@@ -259,6 +261,10 @@ def test_experts(rank: int) -> None:
     model(X[0], ENDS)
     other = X[0].bfloat16() if rank else X[0]
     refused(lambda: model(other, ENDS), "[rows of [64] torch.bfloat16 without a gradient]")
+    with torch.autocast("cpu", torch.bfloat16, enabled=rank == 1):  # results of other dtypes would travel
+        refused(lambda: model(X[0], ENDS), "without a gradient, under autocast to torch.bfloat16]")
+    with torch.set_grad_enabled(rank == 0):  # that rank would wait in backward
+        refused(lambda: model(X[0], ENDS), "[rows of [64] torch.float32 where no gradient is computed]")
     model.up.recipe = "mxfp8" if rank else "fp8-current"
     refused(lambda: model(X[0], ENDS), "rank 1 has [_Experts.up")
 
