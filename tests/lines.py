@@ -41,7 +41,9 @@ SUBJECTS = {
         "operations/stored_tile.py optim/adamw.py optim/adamw_triton.py optim/rounding.py optim/state_names.py "
         "optim/states.py optim/stored_size.py"
     ),
-    "ranks that differ at their first gather or step": "distributed/gather_check.py optim/wrapper.py",
+    "ranks that differ at their first gather or step": (
+        "distributed/gather_check.py distributed/step_check.py optim/wrapper.py"
+    ),
     "the faults of plugins' specs, in words": "registry/plugin_faults.py",
     "other frameworks, undoing a conversion, names of earlier versions": (
         "checkpoint/argument_order.py checkpoint/former_names.py importing.py integrations/*.py moved.py "

@@ -141,21 +141,20 @@ def check_alike(
     for text, params, device in _layers(root):
         for ranks in sharing(params, () if replicas is None else replicas.of(params), device):
             by_ranks.setdefault(tuple(ranks.names), (ranks, []))[1].append(text)
-    sets = compare_in_store(by_ranks.values(), about, (DIFFER, REMEDY, _waiting()), seconds)
-    if sets is None and seconds is None:
-        raise in_vain(meeting.limit())
-    return sets
+    return compare_in_store(by_ranks.values(), about, (DIFFER, REMEDY, _waiting()), seconds)
 
 
 def compare_in_store(
     by_ranks: Iterable[tuple[Ranks, list[str]]], about: str, say: tuple[str, str, str], seconds: float | None = None
 ) -> list[Ranks] | None:
     """Raise on all of these ranks unless the ranks of each set have the same texts; return the sets, or None as
-    ``check_alike``. ``say``: the beginning of the error, its end, and the warning of a rank that waits long."""
+    ``check_alike``. ``say``: the error's beginning, its end, and the words of a rank that waits long or in vain."""
     (differ, remedy, waiting), sets = say, []
     error: RuntimeError | None = None
     for ranks, texts in by_ranks:
         equal = meeting.meet(ranks.names, about, f"{digest(chr(10).join(texts)):x}", seconds, waiting)
+        if equal is None and seconds is None:
+            raise RuntimeError(f"this rank has waited {meeting.limit():.0f} s: {waiting}")
         if equal is None:
             return None
         sets.append(ranks)

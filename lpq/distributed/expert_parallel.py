@@ -31,9 +31,6 @@ class ExpertParallel(ParallelStyle):
     first dimension. Each rank calls the module with rows for all experts and gets the results of those rows; the
     module's forward gets the rows of all ranks for this rank's experts. The host waits for the numbers of rows.
 
-    Experts of Hugging Face's models that ``lpq.convert`` has converted are taken, too: each rank calls them with its
-    own tokens, as on one process.
-
     ``dispatch="high_precision"``: rows travel as they are. ``"encoded"``: they travel as the row operand of the
     module's recipe, which is refused where the result would not be the same to the bit. The gradients of results travel
     encoded, too, where that changes no bit.

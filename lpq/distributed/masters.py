@@ -81,19 +81,6 @@ def cast_master_weights(
     codes of its own elements. Gather the returned pieces: fill each ``piece.buffer`` from the ``piece.own`` of all
     ranks (``piece.span`` gives the place of a rank's part), and call ``finish_gather``.
 
-    Before anything is written, ranks exchange their arguments, for which the host waits. All raise if one of them
-    refuses its part of a master, or if weights, states or seeds differ. Then there is one all-reduce of the statistics
-    of all weights.
-
-    A weight is dearer if a code of it is of several elements, as where two share a byte, or if its format does not
-    declare what follows from statistics (``Buffer.from_stats``), rotates, or makes the column operand of the decoded
-    row operand. The fp32 elements of all such weights are in an all-reduce of their own, each rank encodes all of
-    them, and there are no pieces.
-
-    It can be recorded in a CUDA graph, after a call that was not: what ranks were given is not compared then. A replay
-    casts the values that the same masters hold then into the same weights, with the same random bits unless ``seed`` is
-    a tensor that was changed.
-
     Args:
         weights: The quantized weights, the same on every rank and in the same order.
         masters: For each weight the elements of the flattened master that this rank owns, in fp32 and 1-D; empty or

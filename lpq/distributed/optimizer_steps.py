@@ -9,13 +9,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from threading import Lock
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lpq.distributed.step_check import compare_reductions
 from lpq.operations.reduce_statistics import Reductions
 
 
@@ -51,6 +52,8 @@ class _Look:
     last: int = -1
     """The number of the last watcher that was asked."""
     concerned: list[weakref.ref[Watcher]] = field(default_factory=list)
+    reduced: Mapping[tuple[object, ...], list[int]] = field(default_factory=dict)
+    """The numbers of values that were reduced after its last step, by the ranks and the device."""
     is_done: bool = False
     """Whether the watchers have been called for its present step already."""
 
@@ -129,7 +132,8 @@ class Steps:
     def reductions(self, optimizer: Optimizer) -> Reductions:
         """Return the reductions of all watchers after the step of this optimizer. An optimizer that calls this runs
         them with its own, as its step ends."""
-        reductions, look = Reductions(), self._look(optimizer)
+        look = self._look(optimizer)
+        reductions = Reductions(partial(compare_reductions, look) if look.concerned else None)
         for watcher in _live(look.concerned):
             watcher.after_step(optimizer, reductions)
         look.is_done = True

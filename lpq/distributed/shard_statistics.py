@@ -20,7 +20,7 @@ from lpq.formats.format import Direction
 from lpq.operations.measuring import measure
 from lpq.operations.operators import can_bypass_dispatcher
 from lpq.operations.part_encoders import along
-from lpq.operations.reduce_statistics import Declared, Reductions, spans
+from lpq.operations.reduce_statistics import Reductions, spans
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private import fsdp
 from lpq.torch_private.tensors import version_of
@@ -86,20 +86,16 @@ def _are_together(sides: Sides, gather: Gather, x: Tensor) -> bool:
 
 def _measure_each(sides: Sides, members: Sequence[tuple[Gather, Tensor]], reductions: Reductions) -> None:
     """Measure shards one by one."""
-    declared: list[Declared] = []
-    values: list[Tensor] = []
-    dtype, _, group = members[0][0].where
+    (dtype, _, group), parallel = members[0][0].where, members[0][0].site.parallel
+    of_parts = along(members[0][0].cut, sides.row, sides.col)
     for gather, x in members:
         stats = gather.keep(measure(gather.prepared(x), sides.row, sides.col, dtype=dtype))
         if not sides.stack:  # no statistic of it spans several shards
-            declared += sides.stats
-            values += stats
+            reductions.add_stats(sides.stats, stats, group, 1, (gather.layer,))
+        if not sides.stack and parallel is not None:
+            reductions.add_stats(of_parts, stats, parallel[0], 1, (gather.layer,))
         gather.stats = [*stats]
         gather.spanning = [s if spans else None for s, spans in zip(stats, sides.spans, strict=True)]
-    reductions.add_stats(declared, values, group, 1)
-    if (parallel := members[0][0].site.parallel) is not None:
-        of_parts = along(members[0][0].cut, sides.row, sides.col) * len(members)
-        reductions.add_stats(of_parts, values, parallel[0], 1)
 
 
 def _measure_together(
@@ -108,7 +104,7 @@ def _measure_together(
     """Measure shards in one launch for each operand, as far as their statistics reach beyond them."""
     owners, xs = zip(*members, strict=True)
     (dtype, _, group), count, parallel = owners[0].where, len(sides.row.stats), owners[0].site.parallel
-    of_parts = along(owners[0].cut, sides.row, sides.col)
+    of_parts, layers = along(owners[0].cut, sides.row, sides.col), tuple(gather.layer for gather in owners)
     parts: tuple[tuple[Direction, Quantizer | None, slice], ...] = (
         ("row", sides.row, slice(0, count)),
         ("col", sides.col, slice(count, None)),
@@ -117,8 +113,8 @@ def _measure_together(
         if side is None or not any(sides.spans[part]):
             continue
         measured = measure_together(bound, side, direction, xs, dtype, owners)
-        reductions.add([measured.all], group)
+        reductions.add([measured.all], group, [layers])
         if parallel is not None and any(map(spans, of_parts[part])):
-            reductions.add([measured.all], parallel[0])
+            reductions.add([measured.all], parallel[0], [layers])
         for gather, stats in zip(owners, measured.stats, strict=True):
             gather.stats[part] = stats

@@ -93,10 +93,8 @@ class RowwiseParallel(_Style, torch_styles.RowwiseParallel):
 
 
 class PrepareInput(InputStyle):
-    """Have the layers inside of a module gather its input encoded, where torch's style gathers it before the module.
-
-    The module gets a DTensor with the global shape. A layer with a recipe that gets it gathers its codes, once for all
-    layers. A module without such layers, and inputs that are not gathered, are handled by torch's style.
+    """Have the layers inside of a module gather its input encoded, where torch's style gathers it before the module:
+    the module gets a DTensor with the global shape.
     """
 
     encoded: bool = False

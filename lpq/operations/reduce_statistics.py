@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 WITHOUT_SIGN = 0x7FFFFFFF
 """The bits of a float but for its sign."""
-ByRanks: TypeAlias = "dict[tuple[object, ...], tuple[ProcessGroup, list[Tensor]]]"
-"""Tensors to reduce together, and a group to do it in, by the ranks of that and the device."""
+Owners: TypeAlias = "tuple[Any, ...]"
+"""The layers or weights to which tensors belong; each has a ``title``."""
+Parts: TypeAlias = "dict[tuple[Any, ...], tuple[ProcessGroup, list[tuple[Owners, Tensor]]]]"
+"""Tensors to reduce together, and a group to do it in, by how they are reduced, the ranks of that and the device."""
 Declared = tuple[Stat, int]
 """A statistic, and which dimension of its operand is divided over ranks: 0 of a row operand, 1 of a column operand."""
 
@@ -102,25 +104,25 @@ class Reductions:
     """Tensors to reduce over ranks, by MAX or, for counts, by their sum: one collective for each set of ranks, each
     device and each of the two."""
 
-    def __init__(self) -> None:
-        self._largest: ByRanks = {}
-        self._sums: ByRanks = {}
+    def __init__(self, compare: Callable[[Parts], None] | None = None) -> None:
+        """``compare``: called before anything is reduced; it raises where ranks would not reduce the same."""
+        self._parts: Parts = {}
         self._afterwards: list[Callable[[], None]] = []
         self._ranks: dict[ProcessGroup, tuple[int, ...]] = {}
+        self._compare = compare
 
-    def add(self, values: Sequence[Tensor], group: ProcessGroup) -> None:
-        """Reduce these in place over ``group``, by MAX."""
-        self._add(self._largest, values, group)
+    def add(self, values: Sequence[Tensor], group: ProcessGroup, owners: Sequence[Owners]) -> None:
+        """Reduce these in place over ``group``, by MAX. ``owners``: of each."""
+        self._add("max", values, group, owners)
 
     def add_stats(
-        self, declared: Sequence[Declared], stats: Sequence[Tensor], group: ProcessGroup, number: int
+        self, declared: Sequence[Declared], stats: Sequence[Tensor], group: ProcessGroup, number: int, owners: Owners
     ) -> None:
         """Reduce in place those statistics of a round whose elements span the ranks."""
-        largest, sums = _spanning(declared, number)
-        self._add(self._largest, [stats[i] for i in largest], group)
-        self._add(self._sums, [stats[i] for i in sums], group)
+        for how, places in zip(("max", "sum"), _spanning(declared, number), strict=True):
+            self._add(how, [stats[i] for i in places], group, [owners] * len(places))
 
-    def _add(self, to: ByRanks, values: Sequence[Tensor], group: ProcessGroup) -> None:
+    def _add(self, how: str, values: Sequence[Tensor], group: ProcessGroup, owners: Sequence[Owners]) -> None:
         if not values or group.size() == 1:
             return
         ranks = self._ranks.get(group)
@@ -128,8 +130,8 @@ class Reductions:
             import torch.distributed as dist
 
             ranks = self._ranks[group] = tuple(dist.get_process_group_ranks(group))
-        for value in values:
-            to.setdefault((ranks, value.device), (group, []))[1].append(value)
+        for value, own in zip(values, owners, strict=True):
+            self._parts.setdefault((how, ranks, value.device), (group, []))[1].append((own, value))
 
     def afterwards(self, call: Callable[[], None]) -> None:
         """Register a function to call once all are reduced; it is not called if something raises before."""
@@ -137,9 +139,10 @@ class Reductions:
 
     @torch.no_grad()
     def run(self) -> None:
-        for group, values in self._largest.values():
-            copy_each(values, reduce_max(values, group, signed=True))  # states may be negative
-        for group, values in self._sums.values():
-            copy_each(values, reduce_sum(values, group))
+        if self._compare is not None:
+            self._compare(self._parts)
+        for (how, *_), (group, parts) in sorted(self._parts.items(), key=lambda part: part[0][0]):
+            values = [value for _, value in parts]
+            copy_each(values, reduce_max(values, group, signed=True) if how == "max" else reduce_sum(values, group))
         for call in self._afterwards:
             call()

@@ -81,7 +81,7 @@ def write(
     reductions = beside or Reductions()
     for target, flag in zip(targets, changed or (), strict=changed is not None):
         if target.amax_group is not None and target.attached():
-            reductions.add([flag], cast("ProcessGroup", target.amax_group))
+            reductions.add([flag], cast("ProcessGroup", target.amax_group), [(target,)])
     _reduce([*together, *in_turn], reductions)
     encoded = [part.encode()[0] for part in in_turn]
     cols = [
@@ -103,13 +103,13 @@ def _reduce(parts: Sequence[_Part], reductions: Reductions) -> None:
     for part, group in pairs:
         check_shard(part.row, part.col, part.value.shape[0])
         part.stats = operations.measure(part.value, part.row, part.col)
-        reductions.add_stats(part.declared, part.stats, group, 1)
+        reductions.add_stats(part.declared, part.stats, group, 1, (part.target,))
     reductions.run()
     second = Reductions()
     for part, group in pairs:
         if measures_again(part.row, part.col):
             part.stats = measure_again(part.value, part.row, part.col, part.stats)
-            second.add_stats(part.declared, part.stats, group, 2)
+            second.add_stats(part.declared, part.stats, group, 2, (part.target,))
     second.run()
 
 

@@ -82,7 +82,7 @@ def test_negative(rank: int) -> None:
     nan = torch.nan
     mine = torch.tensor([[-3.0, -0.5, 2.0, -nan, -torch.inf, 0.0], [-2.0, -4.0, -1.0, 1.0, -9.0, -0.0]][rank])
     reductions = reduce_statistics.Reductions()
-    reductions.add([mine], dist.group.WORLD)
+    reductions.add([mine], dist.group.WORLD, [()])
     reductions.run()
     assert mine[3].isnan()
     assert mine[[0, 1, 2, 4, 5]].tolist() == [-2.0, -0.5, 2.0, -9.0, 0.0]

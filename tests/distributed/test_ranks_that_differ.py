@@ -177,6 +177,42 @@ def test_an_optimizer_that_one_rank_alone_wraps(rank: int) -> None:
         QuantizedStates(adam, **STATES).step()
 
 
+@pytest.mark.filterwarnings("ignore:masters begin with")
+@on_ranks(2)
+def test_optimizers_of_other_parameters(rank: int) -> None:
+    """Statistics of all weights travel in one tensor: statistics of other layers would be mixed there in silence."""
+    first, second = "statistics of layer 0, lpq.nn.Linear(64, 128)]", "statistics of layer 1, lpq.nn.Linear(128, 64)]"
+    every, some, others, turned = slice(None), slice(2), slice(2, None), slice(None, None, -1)
+    stored = "[1 statistics of 0.weight]", "[1 statistics of 1.weight]"
+    for weights, recipe, chosen, words in (
+        ("high_precision", "fp8-current", (every, some), (second, "rank 1 has [none]")),
+        ("high_precision", "fp8-current", (some, others), (first, second)),
+        (None, "fp8-delayed", (some, every), ("rank 0 has [none]", second)),
+        ("quantized", "fp8-current", (every, some), (stored[1], "rank 1 has [none]")),
+        ("quantized", "fp8-current", (every, turned), stored),
+    ):
+        net = fully_shard(lpq.convert(_plain(), recipe, weights=weights, ranks=2 if weights else None))
+        net(torch.ones(32, 64)).sum().backward()
+        params = [*net.parameters()]
+        before = bytes_of(params[::2])
+        for differ in (True, False):
+            optimizer: Optimizer = AdamW(params[chosen[rank]] if differ else params)
+            optimizer = MasterWeights(optimizer) if weights == "quantized" else optimizer
+            if differ:
+                said = agreed(optimizer.step)
+                assert len({*said}) == 1
+                assert said[0].startswith("RuntimeError: the ranks do not step the same parameters: rank 0 has ["), said
+                assert all(word in said[0] for word in words), said
+                assert weights != "quantized" or equal_states(before, bytes_of(params[::2])), (
+                    "stored ones are as before"
+                )
+                continue
+            with mock.patch.object(meeting, "meet", wraps=meeting.meet) as met:
+                for _ in range(3):
+                    optimizer.step()
+            assert [call.args[1] for call in met.mock_calls].count("reductions") == 1, "as long as nothing changes"
+
+
 # ---------------------------------------------------------------------------------- loading weights
 
 
