@@ -33,13 +33,15 @@ from lpq.nn.observing import observing
 from lpq.nn.restoring import restore
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.observe.gradient_error import GradientError, OverRanks, Parts
-from lpq.observe.readings import NumericsError, check_forgets, check_whole
+from lpq.observe.readings import NumericsError, check_forgets, check_whole, is_number
 from lpq.observe.replay import Before, Closure, Replay
+from lpq.observe.sharing import inside_of_replicas
+from lpq.observe.sums import ITSELF
 from lpq.recipes import Policy, Recipe, RecipeError, Rule
 from lpq.recipes.gemms import GEMMS, Gemm
 from lpq.recipes.globs import exactly
 from lpq.registry.errors import OptionError, suggestion
-from lpq.registry.showing import Readable, brief
+from lpq.registry.showing import Readable, brief, listed
 from lpq.registry.tables import drawn
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.tensors import local_part
@@ -82,6 +84,9 @@ class SearchResult(Readable):
     """The recipes that were looked at, each for all layers."""
     names: Mapping[str, Sequence[str]]
     """All names of each layer: a module may be in several places of the model."""
+    without_error: Sequence[str] = ()
+    """The products, as ``fprop of 0``, in which no recipe makes an error, so that none saves time for them. Those that
+    no pass makes, as wgrad of a frozen weight, are left out."""
 
     @property
     def seconds(self) -> float:
@@ -115,6 +120,7 @@ class SearchResult(Readable):
         plain = sum(self.plain.values())
         return {
             "times_as_fast": plain / self.seconds, "error": self.error, "predicted_error": self.predicted_error,
+            "without_error": [*self.without_error],
             "layers": [
                 {
                     "layer": name, **dict(zip(GEMMS, one.products, strict=True)), "recipe": str(one.recipe),
@@ -143,7 +149,7 @@ class SearchResult(Readable):
             f"predicted {one.predicted_error:.4f}"
             for one in self.uniform
         ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *([_no_error(self.without_error)] if self.without_error else [])])
 
     def __str__(self) -> str:
         """A table for people to read."""
@@ -192,12 +198,12 @@ def search(
     if own:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is left alone is left alone by the policy, too
-            convert(model, BF16)
+            convert(inside_of_replicas(model), BF16)
     try:
         return _search(model, every, by_text, clock, kept, budget, tell or (lambda done, whole: None))
     finally:
         if own:
-            restore(model)
+            restore(inside_of_replicas(model))
         before.restore()
 
 
@@ -247,8 +253,9 @@ def _search(
     tell: Callable[[int, int], None],
 ) -> SearchResult:
     """Search in a converted model. ``kept``: "time" or "error", which stays within the budget."""
-    shapes = searched_layers(model)
-    layers = {plain_name(name): m for name, m in model.named_modules() if isinstance(m, StatefulLayer)}
+    inside = inside_of_replicas(model)
+    shapes = searched_layers(inside)
+    layers = {plain_name(name): m for name, m in inside.named_modules() if isinstance(m, StatefulLayer)}
     layers = {name: layer for name, layer in layers.items() if name in shapes and layer.recipe is not None}
     if not layers:
         built = ": convert it first, lpq.convert(model, 'bf16')" if shapes else ""
@@ -267,7 +274,7 @@ def _search(
         for replay in replays:
             stack.enter_context(replay.running())
         exact = dict.fromkeys(replays[0].layers, by_text[BF16])
-        took = clock({name: shapes[name] for name in layers}, replays[0], exact)
+        took = _checked(clock({name: shapes[name] for name in layers}, replays[0], exact))
         plain = {name: took(name, None) for name in layers}
         composed = {
             products: _composed(by_text, products) for products in itertools.product(by_text, repeat=len(GEMMS))
@@ -284,6 +291,12 @@ def _search(
         squares = _squares(layers, by_text, lambda layer, recipe: gradients.of({**exact, layer: recipe}) ** 2, tell)
         made = {(name, product) for (name, product, _), square in squares.items() if square}
         timed = {name: _of_made(times, [p for p in GEMMS if (name, p) in made]) for name, times in timed.items()}
+        inexact = {(name, product) for name, product, gemm in squares if gemm != by_text[BF16].gemm(product)}
+        without_error = [
+            f"{product} of {name or ITSELF}"
+            for name, product in itertools.product(layers, GEMMS)
+            if (name, product) in inexact - made and _is_made(layers[name], product)
+        ]
 
         def options(name: str) -> list[Option]:
             own = []
@@ -295,7 +308,7 @@ def _search(
         by_layer = {name: options(name) for name in layers}
         uniform = {text: [_uniform(each, text) for each in by_layer.values()] for text in by_text}
         if kept == "time":
-            choice = under_time([*by_layer.values()], limit_of(timed))
+            choice = under_time([*by_layer.values()], limit_of(timed, without_error))
         else:
             limit = _limit(budget, {text: _error(each) for text, each in uniform.items()}, 1.0)
             choice = under_error([*by_layer.values()], limit)
@@ -308,12 +321,42 @@ def _search(
             for text, each in uniform.items()
             if text != BF16
         )
-        choices, names = dict(zip(layers, choice, strict=True)), rule_names(model)
+        choices, names = dict(zip(layers, choice, strict=True)), rule_names(inside)
         own_names = {name: names[name] for name in choices}
-        return SearchResult(choices, plain, _error(choice), error_of(choice), beside, own_names)
+        return SearchResult(choices, plain, _error(choice), error_of(choice), beside, own_names, without_error)
 
 
-def _time_limit(budget: float | str, plain: Mapping[str, float], timed: Mapping[str, Times]) -> float:
+def _checked(took: Seconds) -> Seconds:
+    """A clock whose times are refused where they are none."""
+
+    def checked(name: str, recipe: Recipe | None) -> float:
+        value = took(name, recipe)
+        if not is_number(value) or not 0 < value < math.inf:
+            raise OptionError(
+                f"search: seconds({name!r}, {BF16 if recipe is None else recipe.text}) = {brief(value)}: it must return "
+                "the time of a step of the layer, a number above 0"
+            )
+        return float(value)
+
+    return checked
+
+
+def _is_made(layer: StatefulLayer, product: Gemm | str) -> bool:
+    """Whether a layer that runs certainly makes a product. Whether it makes dgrad, its inputs decide."""
+    return product == "fprop" or (product == "wgrad" and layer.shared_weight().requires_grad)
+
+
+def _no_error(products: Sequence[str]) -> str:
+    return (
+        f"no recipe makes an error in {listed(products)}, so they count as in bf16 and save no time: they multiply "
+        "zeros, as before and behind a layer whose weight is 0, or the batches leave them out. Search with the weights "
+        "of a run"
+    )
+
+
+def _time_limit(
+    budget: float | str, plain: Mapping[str, float], timed: Mapping[str, Times], without_error: Sequence[str] = ()
+) -> float:
     """The seconds that the budget allows; an error if no choice takes so little."""
     texts = dict.fromkeys(text for times in timed.values() for products in times for text in products)
     of_text = {text: sum(times[(text,) * len(GEMMS)] for times in timed.values()) for text in texts}
@@ -323,6 +366,7 @@ def _time_limit(budget: float | str, plain: Mapping[str, float], timed: Mapping[
         raise OptionError(
             f"search: no choice among {', '.join(texts)} takes less than {least / sum(plain.values()):.3f} of bf16's "
             f"time, and the budget is {budget!r}: allow as much, or add a recipe"
+            f"{'; ' + _no_error(without_error) if without_error else ''}"
         )
     return limit
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.comparing import equal
 from support.small_models import Experts, Planted
 from torch import Tensor, nn
@@ -126,6 +127,43 @@ def test_products_that_no_pass_makes_save_no_time() -> None:
         lpq.search(net, closures(net), recipes=["mxfp8"], time=0.6, seconds=exact_products)
     exact = lpq.search(net, closures(net), recipes=["mxfp8"], error=0, seconds=exact_products)
     assert {one.products for one in exact.choices.values()} == {("bf16",) * 3}
+
+
+def test_products_of_zeros_are_told_as_such() -> None:
+    """As of a model whose last layer begins with zeros: no recipe makes an error, whatever it will make in a run."""
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64, bias=False))
+    nn.init.zeros_(net[2].weight)
+    options: dict[str, Any] = {"recipes": ["nvfp4"], "seconds": exact_products}
+
+    def closure() -> Tensor:
+        loss: Tensor = (net(torch.randn(32, 64)) - torch.randn(32, 64)).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    found = lpq.search(net, closure, error="nvfp4", **options)
+    assert found.without_error == ["wgrad of 0", "wgrad of 1", "fprop of 2"]
+    words = "no recipe makes an error in wgrad of 0, wgrad of 1, fprop of 2, so they count as in bf16 and save no time"
+    assert words in str(found)
+    assert found.as_dict()["without_error"] == found.without_error
+    with pytest.raises(OptionError, match=rf"the budget is 0\.6: allow as much, or add a recipe; {words}"):
+        lpq.search(net, closure, time=0.6, **options)
+    nn.init.normal_(net[2].weight)
+    assert lpq.search(net, closure, error="nvfp4", **options).without_error == []
+
+
+def test_the_layers_of_replicas_have_the_names_that_rules_know() -> None:
+    """Also where the search converts the model by itself."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for recipe in (None, "bf16"):
+            built = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+            net = nn.parallel.DistributedDataParallel(built if recipe is None else lpq.convert(built, recipe))
+            classes = [type(module) for module in net.modules()]
+            found = lpq.search(net, closures(net), recipes=["nvfp4"], time="nvfp4", seconds=exact_products)
+            assert [rule.match for rule in found.policy.rules] == [("0", "1")]
+            assert [type(module) for module in net.modules()] == classes
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_recipe_is_a_budget_and_a_converted_model_is_as_before() -> None:
@@ -295,6 +333,10 @@ def test_what_cannot_be_searched_is_refused() -> None:
     refused(OptionError, "3 is no closure: give a function that runs forward", closures=[3])
     refused(OptionError, "recipes = 'nvfp4': it is a list, as recipes=", recipes="nvfp4", closures=never)
     refused(OptionError, "seconds = 3: it is a function of a layer's name and a recipe", seconds=3, closures=never)
+    for wrong in (0, -1.0, math.nan, math.inf, None, "1", True):
+        refused(
+            OptionError, rf"seconds\('0\.layer', bf16\) = {wrong!r}: it must return", seconds=lambda *_, one=wrong: one
+        )
     refused(NumericsError, "tokens='x': it is a whole number from 1 on", tokens="x", closures=never)
     refused(NumericsError, "tokens=0: it is a whole number from 1 on", tokens=0, closures=never)
     refused(OptionError, "fp8-delayed remembers earlier steps for fprop.x", recipes=["fp8-delayed"])
