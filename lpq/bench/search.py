@@ -333,8 +333,8 @@ def _checked(took: Seconds) -> Seconds:
         value = took(name, recipe)
         if not is_number(value) or not 0 < value < math.inf:
             raise OptionError(
-                f"search: seconds({name!r}, {BF16 if recipe is None else recipe.text}) = {brief(value)}: it must return "
-                "the time of a step of the layer, a number above 0"
+                f"search: seconds({name!r}, {recipe and recipe.text}) = {brief(value)}: it must return the time of a "
+                "step of the layer, a number above 0"
             )
         return float(value)
 
