@@ -139,15 +139,19 @@ class LpqQuantizer(Decoded, HfQuantizer):
 
 
 @torch.no_grad()
-def _remember(model: nn.Module, files: list[str]) -> None:
+def _remember(model: Any, files: list[str]) -> None:
     """Read the statistics that layers remembered; ``from_pretrained`` had no buffers for them yet."""
     memories = {name.removeprefix(PREFIX): buffer for name, buffer in Model(model).memories().items()}
     others = names_in_files(model, [*memories])
     memories = {others.get(name, name): buffer for name, buffer in memories.items()}
+    prefix = f"{model.base_model_prefix}."  # files may be of a model with a head, and this one without, or the reverse
     for path in files if memories else ():
         if Path(path).suffix == ".safetensors":
             with safe_open(path, "pt") as file:
-                for name in memories.keys() & set(file.keys()):
-                    memories[name].copy_(file.get_tensor(name))
+                there = set(file.keys())
+                for name, buffer in memories.items():
+                    names = [n for n in (name, prefix + name, name.removeprefix(prefix)) if n in there]
+                    if names:
+                        buffer.copy_(file.get_tensor(names[0]))
     for _, layer in Model(model).stateful_layers():
         layer.decide_fresh()

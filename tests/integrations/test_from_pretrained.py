@@ -166,6 +166,18 @@ def test_what_layers_remembered_is_loaded_again(plain: Path, tmp_path: Path) -> 
     assert all(t.any() for t in histories)
 
 
+def test_what_layers_remembered_is_loaded_without_the_head_and_with_another(plain: Path, tmp_path: Path) -> None:
+    """As the weights are, whichever of the two was saved."""
+    model = load(plain, LpqConfig("fp8-delayed"))
+    a_step(model)
+    model.save_pretrained(tmp_path / "head")
+    base = transformers.AutoModel.from_pretrained(tmp_path / "head")
+    assert same(base, model.model)
+    assert base.layers[0].mlp.up_proj.x_amax_history.any()
+    base.save_pretrained(tmp_path / "base")
+    assert same(load(tmp_path / "base").model, model.model)
+
+
 @pytest.mark.parametrize("how", ["calibrated", "converted anew"])
 def test_the_configuration_is_that_of_the_model_as_it_is_now(how: str, plain: Path, tmp_path: Path) -> None:
     """Control: a copy of the configuration describes what was loaded."""
