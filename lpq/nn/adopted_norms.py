@@ -1,12 +1,15 @@
 """Norms of other libraries that encode their output: known by what they compute, and not by their class.
 
 A module is tried on a few rows. If a norm that lpq knows has the same output and gradients, to the bit, that norm
-may stand for it.
+may stand for it. Functions of torch are not counted, as modules compute a norm by various ones. So rows are of many
+sizes, by which a clamp or another place of epsilon shows, and a module that asks for the shape of its input is left
+alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -20,11 +23,15 @@ from lpq.nn.norms import EncodingNorm
 from lpq.nn.stand_ins import Read, Trial
 from lpq.operations.norms import NormKind
 from lpq.operations.operators import ORDINARY
+from lpq.torch_private.pytree import tree_leaves
 from lpq.torch_private.tensors import local_part
 
-TRIED = ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False))
+TRIED = ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False), (torch.float16, False))
 """The dtypes of inputs and parameters, and whether autocast is on: a norm in fp32 is to compute the same with it."""
-ROWS = 3
+SIZES = (1.0, 1e-3, 1e-6, 0.0, 1e6)
+"""The factors of rows: numbers beside which epsilon is small, and others."""
+EXTREMES = (1e25, math.inf, math.nan)
+"""The factors of rows beside which the gradient of a weight shows nothing. They come with large weights."""
 OURS = {"residual", "with_sum"}
 """Arguments of ``EncodingNorm.forward``, by which layers of lpq call an adopted norm."""
 
@@ -110,11 +117,16 @@ def _tried(module: nn.Module, norm: NormKind) -> tuple[Read, ...] | None:
     """The attributes by which a module computes this norm, and its gradients; None if it computes something else."""
     names = [name for name, p in module._parameters.items() if p is not None]
     weight: Any = module._parameters["weight"]
-    cols, trial = weight.shape[0], Trial(grads=True)
+    cols, trial = weight.shape[0], _Asking(grads=True)
+
+    def drawn(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, device="cpu", dtype=torch.float32)
 
     def run(x: Tensor, **parameters: Tensor) -> Tensor:
         like._parameters = {**module._parameters, **parameters}
+        trial.parameters = [*parameters.values()]
         y: Tensor = class_before(module).forward(like, x)
+        trial.parameters = None
         return y
 
     try:
@@ -123,17 +135,12 @@ def _tried(module: nn.Module, norm: NormKind) -> tuple[Read, ...] | None:
             own = like._parameters
             generator = torch.Generator("cpu").manual_seed(0)
             for dtype, casts in TRIED:
-                x, dy = (
-                    torch.randn(ROWS, cols, generator=generator, device="cpu", dtype=torch.float32).to(dtype)
-                    for _ in range(2)
-                )
-                values = {
-                    n: torch.rand(cols, generator=generator, device="cpu", dtype=torch.float32).sub(0.5).to(dtype)
-                    for n in names
-                }
+                sizes = torch.tensor((*SIZES, *EXTREMES) if casts else SIZES, device="cpu", dtype=torch.float32)
+                x, dy = drawn(len(sizes), cols).mul(sizes[:, None]).to(dtype), drawn(len(sizes), cols).to(dtype)
+                values = {name: drawn(cols).mul(SIZES[-1] if casts else 1).to(dtype) for name in names}
                 with torch.autocast("cpu", torch.bfloat16, enabled=casts):
                     computed = _computed(run, x, dy, values)
-                if not all(map(torch.equal, computed, _computed(norm.compute, x, dy, values))):
+                if trial.asks or not all(map(_same, computed, _computed(norm.compute, x, dy, values))):
                     return None
     except Exception:  # other code's, which may raise anything on such an input
         return None
@@ -141,6 +148,44 @@ def _tried(module: nn.Module, norm: NormKind) -> tuple[Read, ...] | None:
     if trial.drew or trial.wrote():
         return None
     return tuple(attribute for attribute in trial.of() if attribute.name not in names)
+
+
+class _Asking(Trial):
+    """A trial of a norm, whose functions are not compared. Its forward may ask for the last size of a tensor, which is
+    the norm's own."""
+
+    parameters: Sequence[Tensor] | None = None
+    """The parameters of the norm, while its forward runs."""
+    asks = False
+    """Whether the forward got something else of another tensor by which it may decide, as a number."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        if self.parameters is None or any(args[0] is p for p in self.parameters):
+            return result
+        if isinstance(result, torch.Size):
+            return _LastOf(result)
+        harmless = all(isinstance(value, Tensor | torch.dtype | torch.device) for value in tree_leaves(result))
+        self.asks |= not (harmless or (func is Tensor.size and args[1:] == (-1,)))
+        return result
+
+
+class _LastOf:
+    """A shape of which only the last size may be asked for."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        self.last = shape[-1:]
+
+    def __getitem__(self, at: Any) -> Any:
+        if at not in (-1, slice(-1, None)):
+            raise TypeError("a norm asks for another size than its own")
+        return self.last[at]
+
+    __len__ = __eq__ = __hash__ = None  # type: ignore[assignment]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def _computed(function: Callable[..., Tensor], x: Tensor, dy: Tensor, parameters: Mapping[str, Tensor]) -> list[Tensor]:

@@ -99,3 +99,62 @@ def test_layers_draw_random_numbers_in_the_order_of_their_calls(block: Any, fuse
     assert len(fused_passes) == 1
     net[0].lpq_parts = net[0].lpq_parts._replace(order=-net[0].lpq_parts.order)
     assert not equal(step(net, rows(16)), expected)
+
+
+class Norm(nn.Module):
+    """A norm that does something else with some inputs."""
+
+    def __init__(self, decides: str, eps: float = 1e-8) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+        self.decides, self.eps = decides, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.decides == "size":
+            x = x.clamp(-1000, 1000)
+        if self.decides == "NaN":
+            x = x.nan_to_num()
+        high = x.float()
+        squares = high.pow(2).mean(-1, keepdim=True)
+        scale = squares.clamp(min=self.eps) if self.decides == "epsilon" else squares + self.eps
+        y = self.weight * (high * torch.rsqrt(scale)).to(x.dtype)
+        if self.decides == "zeros":
+            y = torch.where(high.any(-1, keepdim=True), y, 1)
+        doubles = {
+            "dimensions": lambda: x.dim() == 3,
+            "rows": lambda: x.shape[0] > 8,
+            "dtype": lambda: x.dtype is torch.float16,
+            "strides": lambda: not x.is_contiguous(),
+            "gradient": lambda: not x.requires_grad,
+        }.get(self.decides, lambda: False)()
+        return 2 * y if doubles else y.clamp(-100, 100) if self.decides == "output" else y
+
+
+class Behind(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.q = norm, nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.q(self.norm(x))
+        return y
+
+
+HALF = torch.float16
+INPUTS: dict[str, Callable[[], Tensor]] = {
+    "size": lambda: rows(16) * 3000, "NaN": lambda: rows(16).fill_(torch.nan), "epsilon": lambda: rows(16) * 1e-5,
+    "zeros": lambda: rows(16) * 0, "dimensions": lambda: rows(2, 16), "rows": lambda: rows(16),
+    "dtype": lambda: rows(16, dtype=HALF), "strides": lambda: rows(64).t(), "output": lambda: rows(16),
+    "gradient": lambda: rows(16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("decides", ["nothing", *INPUTS])
+def test_a_norm_that_decides_by_its_input_is_left_alone(decides: str) -> None:
+    x = INPUTS.get(decides, lambda: rows(16))()
+    plain, net = pair(lambda: Behind(Norm(decides)), dtype=x.dtype)
+    with torch.no_grad():
+        for each in (plain, net):
+            each[0].norm.weight.mul_(1000)
+        assert equal([net(x)], [plain(x)], nan=True)
+    assert fused(net) == (["0.norm"] if decides == "nothing" else [])
