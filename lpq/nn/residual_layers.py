@@ -20,6 +20,7 @@ from lpq.nn.norms import NO_WEIGHT, EncodingNorm
 from lpq.nn.stand_ins import Read, Trial, aside, changed, numbers
 from lpq.nn.unwrapping import children_inside, inside_of
 from lpq.operations.norm_kernels import gradient_threads
+from lpq.torch_private.dispatch import transforms
 from lpq.torch_private.hooks import global_hooks, hooks_of
 
 MOST_CALLS = 16
@@ -101,14 +102,14 @@ class ResidualLayer(Extension, nn.Module):
                     *(arguments[a.of] if type(a) is ArgumentAt else a for a in places),
                     **{key: arguments[a.of] if type(a) is ArgumentAt else a for key, a in named.items()},
                 )
-                if several or (type(value) is tuple and name in self.lpq_either):
+                if several or (name in self.lpq_either and not isinstance(value, Tensor)):
                     value = value[0]
             output = value
         return total + output
 
     def _course(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Course | None:
         """Return what the layer does in such a call; None: something else, or the norms cannot add."""
-        if not args or not isinstance(args[0], Tensor) or "forward" in vars(self) or global_hooks():
+        if not args or not isinstance(args[0], Tensor) or "forward" in vars(self) or global_hooks() or transforms():
             return None
         if self._modules != self.lpq_parts and children_inside(self) != self.lpq_parts:
             return None
@@ -247,6 +248,12 @@ class _Argument:
     __class__ = property(_is_decided_by)
 
 
+class _Several(tuple[Any, ...]):
+    """The values that a child returns: it may return any number of others."""
+
+    __len__ = __bool__ = _Argument._is_decided_by
+
+
 class _Called(nn.Module):
     """Takes the place of a child: it notes each call, and returns other numbers each time."""
 
@@ -263,7 +270,7 @@ class _Called(nn.Module):
             raise _Asked
         output = next(self.outputs)
         self.calls.append(_ChildCall(self, args, kwargs, output))
-        return (output, *self.beside) if self.beside else output
+        return _Several((output, *self.beside)) if self.beside else output
 
 
 class _ChildCall(NamedTuple):

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from support.comparing import equal
 from torch import Tensor, nn
+from torch.func import functional_call, grad
 
 import lpq
 
@@ -158,3 +159,64 @@ def test_a_norm_that_decides_by_its_input_is_left_alone(decides: str) -> None:
             each[0].norm.weight.mul_(1000)
         assert equal([net(x)], [plain(x)], nan=True)
     assert fused(net) == (["0.norm"] if decides == "nothing" else [])
+
+
+class Values(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class Child(nn.Module):
+    """It returns several values, as it was made."""
+
+    def __init__(self, result: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.inner, self.result = nn.Linear(64, 64), result
+
+    def forward(self, x: Tensor) -> Any:
+        return self.result(self.inner(x))
+
+
+class Adding(nn.Module):
+    def __init__(self, child: nn.Module, counts: bool = False) -> None:
+        super().__init__()
+        self.norm, self.child, self.counts = nn.RMSNorm(64), child, counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.child(self.norm(x))
+        if self.counts:
+            y = y[0] + y[2] if len(y) > 2 else y[0]
+        elif not isinstance(y, Tensor):
+            y = y[0]
+        return x + y  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("result", "counts", "adds"),
+    [
+        (lambda y: y, False, True), (lambda y: (y, None), False, True), (lambda y: [y, None], False, True),
+        (lambda y: Values(y, y), False, True), (lambda y: (y, None, 2 * y), True, False),
+    ],
+    ids=["tensor", "tuple", "list", "named", "three"],
+)  # fmt: skip
+def test_values_that_a_part_of_a_layer_returns(result: Any, counts: bool, adds: bool, added: list[bool]) -> None:
+    plain, net = pair(lambda: Adding(Child(result), counts))
+    assert equal(step(net, rows(16)), step(plain, rows(16)))
+    assert bool(added) == adds
+
+
+def test_transforms_of_functions_run_no_trial() -> None:
+    """Layers without a recipe are differentiated by them as before; others say that they are not."""
+    plain, net = pair(lambda: Adding(Child(lambda y: y)))
+
+    def gradients(of: nn.Module) -> Any:
+        def loss(parameters: Any) -> Any:
+            return functional_call(of, parameters, rows(16)).square().sum()
+
+        return grad(loss)({name: p.detach() for name, p in of.named_parameters()})
+
+    with pytest.raises(RuntimeError, match="transforms"):
+        gradients(net)
+    for each in (plain, net):
+        each[0].child.inner.recipe = None
+    assert equal(gradients(net).values(), gradients(plain).values())
