@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from functools import cache
+from inspect import isroutine
 from operator import is_
 from typing import Any, NamedTuple, Self
 
@@ -171,7 +172,8 @@ class Trial(TorchFunctionMode):
         if (id(module), name) not in self.reads:
             value = _value_of(module, name)
             self.drew |= _draws(value)
-            self.reads[id(module), name] = Read(module, name, value, _contents(value))
+            contents = None if name in module._modules else _contents(value)
+            self.reads[id(module), name] = Read(module, name, value, contents)
             if value is ABSENT:
                 self._note_class(module, name)
 
@@ -289,7 +291,7 @@ class _Itself:
 
 def _contents(value: Any, depth: int = DEEPEST) -> Any:
     """The items of an object, for comparing; None: it has none by which a forward would decide."""
-    if not depth or isinstance(value, nn.Module | Tensor | type) or callable(value):
+    if not depth or isinstance(value, Tensor | type) or isroutine(value):
         return None
     items: Sequence[tuple[Any, Any]]
     if isinstance(value, dict):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.comparing import equal
 from torch import Tensor, nn
 from torch.func import functional_call, grad
@@ -220,3 +221,40 @@ def test_transforms_of_functions_run_no_trial() -> None:
     for each in (plain, net):
         each[0].child.inner.recipe = None
     assert equal(gradients(net).values(), gradients(plain).values())
+
+
+class Gelu:
+    """An object that is called, as an activation."""
+
+    approximate = "tanh"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate=self.approximate)
+
+
+class Holding(Block):
+    """Its activation is an attribute, in a list, and no child."""
+
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        del self.act_fn
+        self.held = [act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.held[0](self.gate(x)) * self.up(x))
+        return y
+
+
+@pytest.mark.parametrize("act", [Gelu, lambda: nn.GELU("tanh")], ids=["object", "module"])
+@pytest.mark.parametrize("change", ["approximate", "hook"])
+def test_an_activation_that_is_no_child_is_changed_later(act: Any, change: str) -> None:
+    nets = pair(lambda: Holding(act()))
+    plain, net = nets
+    assert fused(net) == ["0"]
+    for each in nets:
+        if change == "hook" and isinstance(each[0].held[0], nn.Module):
+            each[0].held[0].register_forward_hook(lambda module, args, y: 2 * y)
+        else:
+            each[0].held[0].approximate = "none"
+    assert equal(step(net, rows(16)), step(plain, rows(16)))
+    assert "its held was set since: call lpq.fuse again" in str(lpq.report(net))
