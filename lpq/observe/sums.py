@@ -170,7 +170,7 @@ def reading_of(sums: Mapping[str, float], amax: float, **where: Any) -> Reading:
         error_scale=_ratio(parts[0], whole) if split else None,
         error_flushed=_ratio(parts[1], whole),
         error_grid=_ratio(error - sum(parts), whole),
-        shrinkage=_ratio((sums["decoded_square"] - square - error) / 2, square if elements else 0.0),
+        shrinkage=_ratio((sums["decoded_square"] - square - error) / 2, square if elements else 0.0) if error else 0.0,
         amax=amax if elements and math.isfinite(amax) else None,
         amax_over_rms=_ratio(amax, math.sqrt(mean or 0.0)),
     )

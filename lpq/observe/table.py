@@ -11,7 +11,7 @@ import torch
 
 from lpq import registry
 from lpq.formats.format import Quantizer
-from lpq.observe.sums import Reading, decibels, named
+from lpq.observe.sums import Reading, decibels, named, noise_order
 from lpq.operations.decoding import decode
 from lpq.operations.operands import encode_operands
 from lpq.registry.errors import LpqError
@@ -50,8 +50,9 @@ def cells(one: Reading) -> list[str]:
             normal = normal_snr(one.format)
     parts = (one.error_scale, one.error_flushed, one.error_grid)
     shares = "/".join("–" if part is None else str(round(100 * part)) for part in parts)
+    snr = _number(one.snr_db, "{:.1f}") if noise_order(one)[0] else "NaN"
     return [
-        named(one.layer, one.recipe), one.operand, _number(one.snr_db, "{:.1f}"), _number(normal, "{:.1f}"),
+        named(one.layer, one.recipe), one.operand, snr, _number(normal, "{:.1f}"),
         _number(one.flushed, "{:.2%}"), _number(one.saturated, "{:.2%}"), "" if one.error_grid is None else shares,
         _number(one.shrinkage, "{:+.2%}"), _number(one.amax_over_rms, "{:.1f}"), one.format,
     ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -94,6 +95,24 @@ def test_a_run_is_the_same_with_it_and_without(recipe: str) -> None:
     found = train(watched, lpq.observe.numerics(watched, every=1, what_if="nvfp4"))
     assert equal(found, train(alone))
     assert not any(m.passes.observers for m in watched.modules() if isinstance(m, lpq.nn.Layer))
+
+
+@pytest.mark.parametrize("value", [1.0, 0.0, math.nan, math.inf])
+def test_a_nan_comes_first_and_what_has_no_error_last(value: float) -> None:
+    """Of ones and zeros no format makes an error, nor does any in the gradient of the weight. Of zeros in the rows that
+    are looked at nothing is known to be a NaN."""
+    net = lpq.convert(nn.Linear(64, 32, bias=False), "fp8-current")
+    nn.init.ones_(net.weight)
+    watch, x = lpq.observe.numerics(net, every=1, rows=128), torch.full((256, 64), value)
+    x[128:] = 1.0
+    with watch.step():
+        net(x).sum().backward()
+    found = by_operand(watch.worst())
+    is_finite = math.isfinite(value)
+    for name in ("x.row", "dw") if value else ("x.row",):
+        assert found[f"the model itself.{name}"].shrinkage == (0.0 if is_finite else None)
+    assert ("NaN" in watch.table()) is not is_finite
+    assert is_finite or next(iter(found.values())).operand in ("x.row", "x.col", "dw")
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-21, 1.0, 1e18, 1e25])
