@@ -35,7 +35,6 @@ class ConvertedModel:
     """The check that ranks have the same model, where lpq gathers none of its weights."""
     fsdp: Gathering | None = None
     """The weights that FSDP2 gathers quantized, if ``lpq.convert(…, weights=…)`` prepared some."""
-
     fresh: FreshStates | None = None
     """The layers that have states which no step has moved, if their quantizers measure then."""
 

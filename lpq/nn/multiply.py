@@ -33,7 +33,7 @@ from lpq.operations.operators import can_bypass_dispatcher
 from lpq.operations.produced_tiles import Produced
 from lpq.operations.states import State
 from lpq.tensor import QuantizedTensor
-from lpq.torch_private.autograd import runs_whole
+from lpq.torch_private.autograd import keeps_graph, runs_whole
 from lpq.torch_private.operators import unsafe_view
 from lpq.torch_private.tensors import has_storage
 
@@ -346,7 +346,7 @@ def _gradients(
         if not shapes.needs_dw:
             refuse_part_of(call.title)
         ctx.moves = False
-        if "dy" in states and not runs_whole():  # the other part of this backward must encode in the same way
+        if "dy" in states and keeps_graph():  # another backward must encode in the same way
             ctx.dy_state = {key: memory.clone() for key, memory in states["dy"].items()}
     x_stats, w_stats = saved[second:third], saved[third:fourth]
     if step.settle is not None:

@@ -4,8 +4,8 @@ whether the run moves the states of the layer.
 One forward may be followed by several backwards, as in a zero-bubble pipeline, each of which makes the products that it
 is asked for. States move once for each forward, in the backward that makes the gradient of the weight. Two kinds of
 layers cannot tell a step so, and refuse to be asked for a part of the gradients where they have states that move. A
-compiled backward makes all gradients each time and knows nothing of others. The states of a layer whose weight is
-frozen move in the first backward, which makes the gradient of the input alone.
+compiled backward makes all gradients, knows nothing of others, and refuses a graph that is kept for them. The states of
+a layer whose weight is frozen move in the first backward, which makes the gradient of the input alone.
 """
 
 from __future__ import annotations
@@ -80,9 +80,14 @@ def refuse_part_of(title: str) -> None:
 
 
 def refuse_a_part(memory: Tensor) -> None:
-    """Refuse, in a compiled backward that runs, to be asked for some gradients alone."""
+    """Refuse, in a compiled backward that runs, to be asked for some gradients alone, or by several backwards."""
     if not autograd.runs_whole():
         raise _cannot_tell("a compiled layer whose recipe", "leave the layer uncompiled, or ")
+    if autograd.keeps_graph():
+        raise RuntimeError(
+            "retain_graph=True: a compiled layer whose recipe remembers statistics (delayed scaling) takes each "
+            "backward for a step. Call one on the sum of the losses, leave the layer uncompiled, or change its recipe"
+        )
 
 
 def _cannot_tell(who: str, remedy: str) -> RuntimeError:
@@ -94,9 +99,5 @@ def _cannot_tell(who: str, remedy: str) -> RuntimeError:
     )
 
 
-def _refuse_parts_fake(memory: Tensor) -> None:
-    """Do nothing."""
-
-
 # Said to write to the state, so that a compiler keeps it.
-define("refuse_parts(Tensor(a!) memory) -> ()", refuse_a_part, _refuse_parts_fake)
+define("refuse_parts(Tensor(a!) memory) -> ()", refuse_a_part, lambda memory: None)

@@ -26,10 +26,12 @@ runs_whole: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_ch
 """Whether the backward that runs in this thread computes all gradients that it gets to. It does not under
 ``torch.autograd.grad`` or with ``inputs=``."""
 
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether another backward may follow the one that runs in this thread, over the same graph."""
+
 at_the_end_of_backward: Callable[[Callable[[], None]], None]
 at_the_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 """Have a function called when the backward that runs now has made all gradients. Backward raises its errors."""
-
 
 hooks_that_save: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
 """The hooks for saved tensors that are in force, as activation checkpointing sets them; None: there are none."""

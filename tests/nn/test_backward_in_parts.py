@@ -10,7 +10,7 @@ import torch
 from counting import products
 from support.comparing import equal, equal_states
 from support.passes import Run, plainly, recomputed, watched
-from support.small_models import converted
+from support.small_models import LlamaMlp, converted
 from torch import Tensor
 
 import lpq
@@ -60,6 +60,30 @@ def test_states_move_once_and_gradients_are_those_of_one_backward(recipe: str, b
     module = layer(recipe)
     module.load_state_dict({k: v + 1 for k, v in module.state_dict().items()})
     assert not equal(steps(module, backwards), expected)
+
+
+KEPT = f"x={BOTH}, w={BOTH}, dy={BOTH}, x.save=input, w.save=weight"
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, KEPT])
+@pytest.mark.parametrize("run", [plainly, watched])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_second_whole_backward_makes_the_gradients_of_the_first(recipe: str, run: Run, fused: bool) -> None:
+    """It encoded the gradient by the state that the first one had moved."""
+    module: Any = lpq.convert(LlamaMlp(32, 64), recipe, fuse=True) if fused else layer(recipe)
+    for step in range(2):
+        module(given(step)).square().mean().backward()
+    before = [*module.buffers()][-1].clone()
+    x = given(3)
+    y, found = run(module, x), list[list[Tensor]]()
+    for number in range(3):
+        module.zero_grad()
+        x.grad = None
+        y.backward(y.detach() * 9, retain_graph=number < 2)
+        found.append([t.clone() for t in (x.grad, *(p.grad for p in module.parameters()), *module.buffers())])
+    assert equal(found[0], found[1])
+    assert equal(found[0], found[2])
+    assert not torch.equal(found[0][-1], before)  # control: the first one moved the states
 
 
 def test_a_checkpointed_layer_refuses_a_second_whole_backward() -> None:
@@ -127,6 +151,9 @@ def test_a_grouped_layer_makes_what_it_is_asked_for(monkeypatch: pytest.MonkeyPa
         assert made == names
 
 
+KEEPS = r"^retain_graph=True: a compiled layer .* sum of the losses, leave"
+
+
 def test_a_compiled_layer_that_remembers_refuses_to_be_asked_for_a_part() -> None:
     """Its backward makes all gradients each time, and would count a step for each."""
     torch._dynamo.reset()  # else it may know from another test that it leaves such a layer uncompiled
@@ -137,5 +164,8 @@ def test_a_compiled_layer_that_remembers_refuses_to_be_asked_for_a_part() -> Non
         words = r"compiled layer whose recipe remembers .* input_args= and output_args="
         with pytest.raises(RuntimeError, match=words):
             ask(compiled(x).sum())
+    torch._dynamo.reset()
+    with torch._functorch.config.patch(donated_buffer=False), pytest.raises(RuntimeError, match=KEEPS):
+        compiled(x).sum().backward(retain_graph=True)  # which torch refuses where it may write to what is kept
     assert equal_states(module.state_dict(), before)
     assert equal(steps(compiled), steps(layer()))

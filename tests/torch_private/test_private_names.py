@@ -244,7 +244,7 @@ def test_trees_are_walked() -> None:
 class Asking(torch.autograd.Function):
     """Writes down in backward what autograd says of itself."""
 
-    found: list[tuple[bool, bool, bool]]
+    found: list[tuple[bool, ...]]
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -253,8 +253,8 @@ class Asking(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        told = autograd.graph_task() != -1, autograd.runs_whole(), autograd.will_execute(ctx.next_functions[1][0])
-        Asking.found.append(told)
+        runs = autograd.graph_task() != -1, autograd.runs_whole(), autograd.keeps_graph()
+        Asking.found.append((*runs, autograd.will_execute(ctx.next_functions[1][0])))
         return dy, dy
 
 
@@ -262,9 +262,9 @@ def test_a_backward_is_seen_and_what_it_will_run() -> None:
     Asking.found = []
     assert autograd.graph_task() == -1
     x, weight = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    Asking.apply(x, weight).sum().backward()
+    Asking.apply(x, weight).sum().backward(retain_graph=True)
     Asking.apply(x, weight).sum().backward(inputs=[x])
-    assert Asking.found == [(True, True, True), (True, False, False)]
+    assert Asking.found == [(True, True, True, True), (True, False, False, False)]
     with pytest.raises(RuntimeError, match=r"autograd\.grad\(\)"):
         torch.autograd.grad(Asking.apply(x, weight).sum(), [weight])
 
