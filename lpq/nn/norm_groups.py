@@ -63,18 +63,17 @@ def places_in(block: nn.Module, above: Place = ()) -> Iterator[Place]:
 
 
 def encode_alone(places: Sequence[Place], layers: Sequence[Layer]) -> list[Layer]:
-    """The layers at these places that encode the output by themselves. They remember inputs, and are
-    compiled, alone or with a module around them: compiled code cannot tell by whose state an input was encoded, and
-    so moves a state of its own."""
+    """The layers, at these places if any, that encode the output by themselves. They remember inputs, and are compiled,
+    alone or with modules around them: compiled code cannot tell by whose state an input was encoded, and so moves a
+    state of its own. It would be compiled anew after each pass that is not compiled and has them share one."""
     alone = []
-    for place, layer in zip(places, layers, strict=False):
-        for module, name, child in place:
+    for i, layer in enumerate(layers):
+        compiled = layer.passes.traced
+        for module, name, child in places[i] if i < len(places) else ():
             now = module._modules.get(name)
-            if COMPILED_CALL in vars(child) or (
-                now is not child and now is not None and compiled_from(now) is not None
-            ):
-                alone += [layer] if any(memory.tensor == "x" for memory in layer.state_buffers()) else []
-                break
+            within = now is not child and now is not None and compiled_from(now) is not None
+            compiled = compiled or within or COMPILED_CALL in vars(child)
+        alone += [layer] if compiled and any(memory.tensor == "x" for memory in layer.state_buffers()) else []
     return alone
 
 

@@ -189,7 +189,7 @@ class EncodingNorm(BeforeLayers):
                     return _Call(REPLACED_BEHIND)
                 if child is not layer and (hooks_before(child) or hooks_behind(child)) and may_see_input(child):
                     return _Call(HOOKED)
-        alone = encode_alone(self.places, self.consumers) if self.places else ()
+        alone = encode_alone(self.places, self.consumers) if self.places or self.lpq_traced else ()
         for layer in self.consumers:
             weight = layer._parameters.get("weight")
             if layer.layouts is not None or (hasattr(weight, "device_mesh") and layer not in gathered):

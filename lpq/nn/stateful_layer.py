@@ -181,6 +181,8 @@ class StatefulLayer(nn.Module):
             if traced and shared and self.model.check is not None:
                 self.model.check.before_trace()
             if torch.is_grad_enabled():
+                if traced:
+                    self.own_buffers()  # now, or the next pass would have another graph, which checkpointing runs again
                 self.compare_in_pass(first=True)
         return True
 
