@@ -202,5 +202,4 @@ def _encode_own(part: MasterPart, stats: list[Tensor]) -> None:
 def _write(weight: QuantizedTensor, row: Storage | None, col: Storage | None) -> None:
     """Write these operands to a weight, and have autograd count the write."""
     overwrite(weight, row, col)
-    if not weight.is_inference():
-        torch.autograd.graph.increment_version(weight)
+    torch.autograd.graph.increment_version(weight)

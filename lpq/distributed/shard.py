@@ -91,7 +91,7 @@ class WeightShard(Gathered, Tensor):
         if schema_of(func).is_mutable:
             for value in written(func, args, kwargs):
                 if id(value) in shards:
-                    shards[id(value)].writes.count += 1
+                    touched(shards[id(value)])  # torch counts no write to a tensor in a list
         if func.is_view:  # a write to it is a write to the weight
             (whole,) = shards.values()
             return tree_map_only(Tensor, lambda view: WeightShard(view, whole.writes), result)
@@ -191,5 +191,4 @@ def touched(tensor: Tensor) -> None:
     local = local_part(tensor)
     if isinstance(local, WeightShard):
         local.writes.count += 1
-    for counter in (tensor, local):
-        torch.autograd.graph.increment_version(counter)
+    torch.autograd.graph.increment_version((tensor, local))

@@ -74,13 +74,10 @@ def turn_of_weight(plan: Plan, operands: Buffers | None) -> Tensor | None:
 
 def write_stamp(weight: Tensor) -> tuple[object, ...]:
     """A value that changes when the weight is written to, or gets other memory or another dtype. Autograd does not
-    count writes through ``.data``, to a tensor made under ``torch.inference_mode``, or to a weight in a list, as by
-    ``torch._foreach_add_``; a gathered weight counts its own writes."""
+    count writes through ``.data``, to a tensor made under ``torch.inference_mode``, or by fused optimizers; a gathered
+    weight counts its own writes."""
     version = None if weight.is_inference() else version_of(weight)
-    if isinstance(weight, QuantizedTensor):
-        count = weight.writes.count
-    else:
-        count = weight.write_count if isinstance(weight, Gathered) else 0
+    count = weight.write_count if isinstance(weight, Gathered) else 0
     memory = storage_number(weight.untyped_storage()), weight.storage_offset(), weight.stride()
     return version, count, weight.dtype, memory
 

@@ -43,9 +43,7 @@ def assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     args = tuple(argument_for(argument, value) for argument, value in zip(schema, args, strict=False))
     out = func(*args, **{name: argument_for(named[name], value) for name, value in kwargs.items()})
     _write_all([target for target, _ in targets.values()], [value for _, value in targets.values()])
-    for target, _ in targets.values():
-        if not target.is_inference():  # autograd counts a write to a tensor, but not to one in a list
-            torch.autograd.graph.increment_version(target)
+    torch.autograd.graph.increment_version([t for t, _ in targets.values()])  # torch counts no write to one in a list
     return tree_map(lambda v: targets[id(v)][0] if id(v) in targets else v, out)
 
 

@@ -200,6 +200,20 @@ def test_what_is_kept_may_not_be_written_to(option: str) -> None:
         y.sum().backward()
 
 
+@pytest.mark.parametrize("kind", ["foreach", "fused", "differentiable"])
+def test_steps_of_all_optimizers_are_writes_to_a_weight_that_is_prepared(kind: str) -> None:
+    """torch counts no write to a tensor of a subclass that stands in a list: gradients were of the later weight."""
+    module, x = layer(f"{RECIPES[0]}, w.save=weight", weights="high_precision"), inputs()[0]
+    optimizer = torch.optim.AdamW(module.parameters(), **{kind: kind != "differentiable"})
+    module(x).sum().backward()
+    y = module(x)
+    torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]).step()
+    y.sum().backward(retain_graph=True)  # control: nothing was written
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("recipe", [RECIPES[1], RECIPES[3]], ids=["delayed", "stochastic"])
 @pytest.mark.parametrize("run", [recomputed, offloaded, autocast])
 def test_ways_to_run(run: Run, recipe: str) -> None:
