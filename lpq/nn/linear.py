@@ -252,7 +252,7 @@ class Layer(WeightedLayer):
                 "several passes by reshard_after_forward=False and set_reshard_after_backward(False)"
             )
         state, stats = self.states().get("w"), list[Tensor]()
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             weight: Tensor = self.weight.t() if self.transposed else self.weight
             buffers = weight_operands(plan, self.weight, None, col=True)
             if buffers is None:

@@ -30,6 +30,7 @@ from lpq.registry.errors import suggestion
 from lpq.registry.showing import listed
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import Gathered, attribute_names
+from lpq.tensor.inference import normal_tensors
 from lpq.torch_private.hooks import hooks_of_tensor
 from lpq.torch_private.tensors import PARAMETER, local_part
 
@@ -168,7 +169,8 @@ def prepare_weights(model: nn.Module, weights: Weights, ranks: int | None) -> No
         stack = is_stack(weight.shape)
         if quantizer is not None and why_uncut(quantizer, weight.shape[0], ranks or 1, stack) is None:
             gather.rounded = not weight.is_meta
-            weight = quantizer.quantize(weight, col=not derives_col(quantizer), stack=stack)
+            with normal_tensors(not weight.is_inference()):
+                weight = quantizer.quantize(weight, col=not derives_col(quantizer), stack=stack)
             weight.title = f"{name}.weight".strip(".")
         else:
             weight = as_shard(weight)

@@ -28,15 +28,25 @@ class Wrapper(Optimizer):
 
     @classmethod
     def check_wraps(cls, optimizer: object) -> None:
-        """Raise unless this is an optimizer."""
+        """Raise unless this is an optimizer, and may get states here."""
+        cls._check_mode()
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"{cls.__name__} wraps an optimizer, such as torch.optim.AdamW(model.parameters()), and got a "
                 f"{type(optimizer).__name__}: make one first"
             )
 
+    @classmethod
+    def _check_mode(cls) -> None:
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                f"{cls.__name__} under torch.inference_mode(): no later step could write to the states that are made "
+                "there. Make it, and take its steps, outside; torch.no_grad() does no harm"
+            )
+
     def begin(self, closure: Callable[[], float] | None, options: Callable[[], Sequence[str]]) -> float | None:
         """Begin a step: call the closure. Before the first step, compare the ``options``."""
+        self._check_mode()
         if not self.compared:
             self._compare(options())
             self.compared = True

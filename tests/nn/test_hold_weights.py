@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -158,6 +159,16 @@ def test_weights_that_inference_mode_made_are_held() -> None:
         expected = module(x())
         with lpq.hold_weights(module):
             assert torch.equal(module(x()), expected)
+
+
+def test_what_is_held_under_inference_mode_serves_training() -> None:
+    once, again = layer(), layer()
+    with ExitStack() as held:
+        with torch.inference_mode():
+            held.enter_context(lpq.hold_weights(once))
+        for module in (once, again):
+            module(x().requires_grad_()).square().sum().backward()
+    assert torch.equal(once.weight.grad, again.weight.grad)
 
 
 def test_inside_of_another_hold_weights_the_outer_one_holds(monkeypatch: pytest.MonkeyPatch) -> None:

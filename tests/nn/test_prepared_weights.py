@@ -211,3 +211,14 @@ def test_a_weight_of_another_subclass_is_stored() -> None:
     layer.weight = nn.Parameter(torch.randn(64, 64).as_subclass(Named))
     model = lpq.convert(nn.Sequential(layer), "mxfp8", weights="quantized")
     assert isinstance(model[0].weight, QuantizedTensor)
+
+
+@WEIGHTS
+def test_weights_that_are_prepared_under_inference_mode_are_trained(weights: Any) -> None:
+    net, other = linears(64, 32), converted("mxfp8", 64, 32, weights=weights)
+    with torch.inference_mode():
+        lpq.convert(net, "mxfp8", weights=weights)
+    for model in (net, other):
+        model(X).square().sum().backward()
+    assert torch.equal(net[0].weight.grad, other[0].weight.grad)
+    assert not any(parameter.is_inference() for parameter in net.parameters())

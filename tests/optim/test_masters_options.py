@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 import lpq
 from lpq.core import QuantizedTensor
-from lpq.optim import MasterWeights
+from lpq.optim import MasterWeights, QuantizedStates
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore:masters begin with")
 
@@ -224,3 +224,17 @@ def test_a_copy_knows_that_a_weight_was_written_to() -> None:
     twin(torch.randn(8, 64)).sum().backward()
     with pytest.raises(RuntimeError, match=r"^0\.weight: a \[.*\] weight was written to since its master was made"):
         other.step()
+
+
+def test_inference_mode_is_refused_in_words() -> None:
+    """It ended in words of torch, at a later step."""
+    model = _model()
+    ways: tuple[Callable[[Any], Any], ...] = (MasterWeights, lambda inner: QuantizedStates(inner, exp_avg="mxfp8"))
+    for wrap in ways:
+        optimizer = wrap(AdamW(model.parameters()))
+        for refused in (lambda wrap=wrap: wrap(AdamW(model.parameters())), optimizer.step):
+            with (
+                torch.inference_mode(),
+                pytest.raises(RuntimeError, match=r"(Master|Quanti).* outside; torch\.no_grad"),
+            ):
+                refused()
