@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -258,11 +259,17 @@ class QuantizedStates(Wrapper):
                     others[key] = own
                 else:
                     state[name] = _value(own, name != key)
-            elif form is not None and form.second and isinstance(own, Tensor):  # torch decodes what it gathers
+            elif name != key and isinstance(own, Tensor) and (form or name in self._seconds):  # torch decoded the root
                 del state[key]
                 state[name] = own.float().square().to(own.dtype)
         self._store(state, {})
         state.update(others)
+
+    @cached_property
+    def _seconds(self) -> set[str]:
+        """The second moments of the wrapped optimizer, whether they are stored in a format or not."""
+        with torch.device("cpu"):
+            return {name for name, kind in states_of(self.optimizer).items() if kind.second}
 
     # ------------------------------------------------------------------------------ what is stored, copies, loading
 

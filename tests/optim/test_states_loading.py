@@ -58,3 +58,20 @@ def test_states_are_stored_as_the_options_say_that_load_them(
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     _step(twin, other, 1)
+
+
+@pytest.mark.parametrize("options", [FIRST, {**FIRST, **SECOND, "least": 10_000}])
+def test_roots_that_torch_decoded_are_second_moments_again(options: dict[str, Any]) -> None:
+    """As torch does where it gathers states. Without a format for the second moment the root stayed, and a step raised
+    a KeyError."""
+    net = nn.Linear(64, 128, bias=False)
+    optimizer = QuantizedStates(AdamW(net.parameters()), **FIRST, **SECOND)
+    _step(net, optimizer, 0)
+    twin, saved = copy.deepcopy(net), copy.deepcopy(optimizer.state_dict())
+    other = QuantizedStates(AdamW(twin.parameters()), **options)
+    (state,) = saved["state"].values()
+    state["exp_avg_sq_root"] = state["exp_avg_sq_root"].dequantize()
+    other.load_state_dict(saved)
+    assert torch.equal(other.state[twin.weight]["exp_avg_sq"], state["exp_avg_sq_root"].square())
+    assert state["exp_avg_sq_root"].any()
+    _step(twin, other, 1)
