@@ -264,6 +264,10 @@ def _bind(calls: Sequence[LayerCall], activation: Activation, summed: Sequence[b
     )  # fmt: skip
 
 
+backward_of_layer = Multiplication.backward
+"""Compiled autograd, which traces this function, traces methods of autograd functions with a context of torch alone."""
+
+
 class FusedMLP(torch.autograd.Function):
     """The layers and what lies between them. Its tensors are the input, the weights and then the biases of all layers,
     the last layer's behind the others; and the input of the gate, if there is one. Autograd adds the gradients of the
@@ -327,12 +331,12 @@ class FusedMLP(torch.autograd.Function):
             column = products.pop().col
             return tensors if bound.keeps_column else column
 
-        _, *of_down, _ = Multiplication.backward(down, dy, source=source)
+        _, *of_down, _ = backward_of_layer(down, dy, source=source)
         dx: list[Tensor | None] = []
         grads: list[Sequence[Tensor | None]] = [(None, None)] * len(before)
         for i, (part, y, operands) in reversed([*enumerate(zip(before, inputs, products, strict=False))]):
             shaped = y if operands.value is None else operands.value.view(y.shape)
-            also, dw, db, _ = Multiplication.backward(part, shaped, operands)
+            also, dw, db, _ = backward_of_layer(part, shaped, operands)
             grads[i] = dw, db
             dx.append(also)
         for part in parts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from fnmatch import fnmatch
 from typing import Any
 
@@ -15,6 +16,7 @@ from support.comparing import equal
 from support.passes import Run, autocast, nodes_of, offloaded, plainly, recomputed, reentrant
 from support.passes import step as step_of_any
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.utils.flop_counter import FlopCounterMode
 
 import lpq
@@ -343,3 +345,18 @@ def test_gradients_that_are_measured_and_multiplied_in_bf16_keep_layers_apart(
         model, _ = pair(recipe)
         assert (apart(model) is None) == fused
         assert fused or "multiplied in bf16" in str(apart(model))
+
+
+@pytest.mark.starts
+def test_compiled_autograd_runs_its_backward() -> None:
+    """It raised an AssertionError: it follows a backward that another one calls with torch's own context alone."""
+    torch._dynamo.reset()
+    found = []
+    for mode in (nullcontext(), compiled_autograd._enable(torch.compile(backend="eager"))):
+        torch.manual_seed(0)
+        block = lpq.convert(lpq.nn.SwiGLU(32, 64), "mxfp8")
+        y = block(torch.randn(16, 32))
+        with mode:
+            y.square().sum().backward()
+        found.append([p.grad for p in block.parameters()])
+    assert equal(*found)
