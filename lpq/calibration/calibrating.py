@@ -91,9 +91,8 @@ def calibrate(
 
     The layers get static recipes, for training, evaluation and ``lpq.export``. All ranks that share the model call
     this. If ranks do not share it, rank 0 calls it alone, or all with
-    ``process_group=torch.distributed.group.WORLD``. The result is the same to the bit however weights are sharded and
-    whichever rank has which batch. The model runs in evaluation, without gradients, under the recipes that it has, but
-    for scales that are static already.
+    ``process_group=torch.distributed.group.WORLD``. The model runs in evaluation, without gradients, under the recipes
+    that it has, but for scales that are static already.
 
     Args:
         model: A model that ``lpq.convert`` converted, sharded or not.

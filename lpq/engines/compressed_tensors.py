@@ -52,8 +52,6 @@ class CompressedTensors(Layout):
         ignored, groups = config.get("ignore") or [], config.get("config_groups")
         if not isinstance(groups, Mapping) or not groups:
             raise LayoutError(f"config.json: its config_groups are {brief(groups)}, and no groups of layers")
-        if not isinstance(ignored, list):
-            raise LayoutError(f"config.json: it ignores {brief(ignored)}, which is no list of layers")
         _refuse_more(config)
         is_ignored = _matcher(ignored)
         groups_and_schemes = [(_targets(name, group), _scheme(name, group, schemes)) for name, group in groups.items()]
@@ -101,9 +99,9 @@ def _targets(name: str, group: Any) -> list[str]:
     return targets
 
 
-def _matcher(patterns: Sequence[Any]) -> Callable[[str], bool]:
+def _matcher(patterns: Any) -> Callable[[str], bool]:
     """Whether one of these names and regular expressions matches a layer."""
-    if not all(isinstance(pattern, str) for pattern in patterns):
+    if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
         raise LayoutError(f"config.json: {brief(patterns)} are no names or patterns of layers")
     names = {*patterns}
     expressions = read_patterns(text.removeprefix(REGEX) for text in patterns if text.startswith(REGEX))

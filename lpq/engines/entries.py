@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from lpq.operations import encode_operands
 from lpq.operations.inputs import as_matrix
 from lpq.operations.states import recall
 from lpq.recipes import Recipe
+from lpq.registry.showing import listed
 from lpq.tensor import QuantizedTensor
 
 Memories = Mapping[str, Mapping[str, Tensor]]
@@ -118,6 +119,24 @@ class FileEntry:
             return (whole if self.part is None else whole[slice(*self.part[:2])]).to(self.dtype)
         operand = self.operand(pieces)
         return QuantizedTensor(operand, None, operand.quantizer, self.shape, self.dtype).dequantize()
+
+
+def is_quantized(recipe: Recipe | None) -> bool:
+    """Whether engines get a weight of that recipe quantized."""
+    return recipe is not None and not recipe.w.side("row").plain
+
+
+def shared_layers(
+    recipes: Mapping[str, Recipe | None], tensors: Container[str], aliases: Mapping[str, str], tied: Container[str]
+) -> list[str]:
+    """The layers whose recipe quantizes a weight that other modules have as well: engines get it in high precision."""
+    weights = {name: f"{name}.weight".lstrip(".") for name in sorted(recipes) if is_quantized(recipes[name])}
+    if computed := [name for name, weight in weights.items() if weight not in tensors]:
+        raise CheckpointError(
+            f"the weight of {listed(computed)} is computed in each pass, as by pruning, and files would have none: "
+            "make it a parameter first, by torch.nn.utils.prune.remove, remove_parametrizations or the like"
+        )
+    return [name for name, weight in weights.items() if aliases.get(weight, weight) in tied]
 
 
 def check_fixed(entry: FileEntry) -> None:

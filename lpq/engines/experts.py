@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from lpq.engines.entries import FileEntry, Memories, Multiplied, Pieces
+from lpq.engines.entries import FileEntry, Memories, Multiplied, Pieces, is_quantized
 from lpq.nn.expert_stacks import Names, stacks_in_files
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.recipes import Recipe
@@ -40,11 +40,6 @@ def stacks(model: nn.Module) -> Stacks:
         stack.name: Stack(stack.names, stack.recipe, states_of(stack.holder, stack.key) if stack.recipe else {})
         for stack in stacks_in_files(model)
     }
-
-
-def is_quantized(recipe: Recipe | None) -> bool:
-    """Whether engines get a weight of that recipe quantized."""
-    return recipe is not None and not recipe.w.side("row").plain
 
 
 def states_of(module: StatefulLayer, stack: str = "") -> dict[str, dict[str, Tensor]]:

@@ -20,9 +20,9 @@ from lpq.checkpoint.model import Model, is_shared
 from lpq.checkpoint.ranks import CheckpointRanks
 from lpq.checkpoint.single import write_file
 from lpq.engines.config_files import DTYPE, as_json, base_of, configuration, small_files
-from lpq.engines.entries import FileEntry
+from lpq.engines.entries import FileEntry, shared_layers
 from lpq.engines.experts import Stacks, left_modules, stacks
-from lpq.engines.models import check_ties, entries, shared_layers, unquantized
+from lpq.engines.models import check_ties, entries, unquantized
 from lpq.engines.names import CONFIG
 from lpq.engines.plan import Assigned, ExportPlan, planned
 from lpq.engines.saved import SavedCheckpoint
@@ -250,9 +250,9 @@ def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: Che
         )
     check_ties(view)
     experts = stacks(view.module)
-    notes = _notes(experts, shared_layers(view))
-    rest = partial(unquantized, view.module, stacks=experts)
-    return _Source(entries(view, dtype, experts), rest, view.module, notes)
+    recipes = {name: layer.recipe for name, layer in view.layers()}
+    notes = _notes(experts, shared_layers(recipes, view.tensors(), view.aliases(), view.tied()))
+    return _Source(entries(view, dtype, experts), partial(unquantized, view.module, stacks=experts), view.module, notes)
 
 
 def _notes(stacks: Stacks, shared: Sequence[str]) -> tuple[str, ...]:

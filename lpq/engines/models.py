@@ -15,7 +15,7 @@ from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.tensors import here, parts, whole
 from lpq.engines.entries import FileEntry, Multiplied, Pieces, Stored
-from lpq.engines.experts import Stacks, is_quantized, left_modules, split, states_of
+from lpq.engines.experts import Stacks, left_modules, split, states_of
 from lpq.engines.intended import stored_side
 from lpq.nn import Layer
 from lpq.nn.expert_stacks import renamed
@@ -29,8 +29,7 @@ RECORD = "lpq_input_amax"
 
 def entries(model: Model, dtype: torch.dtype | None, stacks: Stacks) -> list[FileEntry]:
     """The parameters and persistent buffers of a model, each once, without states of quantizers. ``dtype``: the dtype
-    in which it computes; None: the dtype in which FSDP2 gathers, or else the dtype of its weights.
-    """
+    in which it computes; None: the dtype in which FSDP2 gathers, or else the dtype of its weights."""
     state, _ = model.state()
     layers = {f"{PREFIX}{name}.weight": (name, layer) for name, layer in model.layers()}
     aliases, tied = model.aliases(), model.tied()
@@ -43,9 +42,10 @@ def entries(model: Model, dtype: torch.dtype | None, stacks: Stacks) -> list[Fil
         name = key.removeprefix(PREFIX)
         if name in aliases or key in memories:
             continue  # tied: an engine ties it, too
-        local, layer, shared = here(key, tensor), layers.get(key), name in tied
+        local: Any = here(key, tensor)
+        layer, shared, side = layers.get(key), name in tied, stored_side(name, local)
+        stored = None if side is None else Stored(side, local.row.dtype)
         product = _multiplied(*layer, local, amaxes) if layer is not None and not shared else None
-        stored = _stored(name, local)
         file_dtype = dtype or (gathered.get(id(layer[1])) if layer is not None else None) or local.dtype
         file_dtype = file_dtype if local.is_floating_point() else local.dtype
         entry = FileEntry(name, tuple(tensor.shape), file_dtype, partial(_gather, key, tensor), product, stored)
@@ -60,13 +60,6 @@ def entries(model: Model, dtype: torch.dtype | None, stacks: Stacks) -> list[Fil
         else:
             by_tensor[id(tensor)] = [entry if product is not None else replace(entry, name=in_files.get(name, name))]
     return [entry for own in by_tensor.values() for entry in own]
-
-
-def shared_layers(model: Model) -> list[str]:
-    """The layers whose recipe quantizes a weight that other modules have as well: engines get it in high precision."""
-    names, tied = model.aliases(), model.tied()
-    quantized = {name for name, layer in model.layers() if is_quantized(layer.recipe)}
-    return [n for n in sorted(quantized) if names.get(f"{n}.weight", f"{n}.weight") in tied]
 
 
 def check_ties(model: Model) -> None:
@@ -112,11 +105,6 @@ def _multiplied(name: str, layer: Layer, local: Tensor, amaxes: Mapping[str, Ten
             "keep it in high precision, leave=[…]"
         )
     return Multiplied.by(recipe, name, states_of(layer), amaxes.get(name))
-
-
-def _stored(name: str, local: Any) -> Stored | None:
-    side = stored_side(name, local)
-    return None if side is None else Stored(side, local.row.dtype)
 
 
 def _gather(key: str, tensor: Tensor) -> Pieces:

@@ -18,8 +18,8 @@ from lpq.checkpoint.info import read
 from lpq.checkpoint.model import PREFIX
 from lpq.checkpoint.ranks import CheckpointRanks, quiet
 from lpq.checkpoint.reading import CheckpointReader
-from lpq.engines.entries import FileEntry, Multiplied, Pieces, Stored
-from lpq.engines.experts import Stack, Stacks, is_quantized, left_modules, split
+from lpq.engines.entries import FileEntry, Multiplied, Pieces, Stored, is_quantized, shared_layers
+from lpq.engines.experts import Stack, Stacks, left_modules, split
 from lpq.nn.expert_stacks import numbered
 from lpq.nn.fused_experts import DOWN, UP
 from lpq.recipes import Recipe
@@ -120,10 +120,11 @@ class SavedCheckpoint:
         return sorted((plain | self._quantized.keys()) - self._description.aliases.keys())
 
     def shared_layers(self) -> list[str]:
-        """As ``lpq.engines.models.shared_layers``."""
+        """As ``lpq.engines.entries.shared_layers``."""
         aliases, tied = self._description.aliases, self._description.tied
-        quantized = sorted(name for name, recipe in self._recipes.items() if is_quantized(recipe))
-        return [name for name in quantized if aliases.get(f"{name}.weight", f"{name}.weight") in tied]
+        recipes = self._recipes.keys() - {name.rpartition(".")[0] for name in self.stacks}
+        tensors = self._saved.keys() | self._quantized.keys() | aliases.keys()
+        return shared_layers({name: self._recipes[name] for name in recipes}, tensors, aliases, tied)
 
     def _layer(self, name: str) -> Multiplied | None:
         layer, _, leaf = name.rpartition(".")
