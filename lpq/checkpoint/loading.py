@@ -41,11 +41,8 @@ def load(
     before anything is written. The layers get the recipes that they had at the step of the checkpoint; call
     ``lpq.set_step`` in the loop as before.
 
-    Weights that are stored quantized may come from a checkpoint in high precision: they are encoded, and masters of
-    ``lpq.optim.MasterWeights`` take the values themselves, which needs no saved optimizer. Weights in high precision
-    may come from a checkpoint of stored ones with masters, and take these; a stored weight that the saved optimizer did
-    not have was frozen, and they take its decoded values. Masters that have no place are left out, with a warning
-    unless the checkpoint is loaded without an optimizer.
+    A run may go on with another ``weights=`` (the page on checkpoints has a table). Masters that have no place are left
+    out, with a warning unless the checkpoint is loaded without an optimizer.
 
     Args:
         model: The model to load into, with the policy that it was saved with.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lpq.checkpoint import pickles
-from lpq.checkpoint.agreeing import ALIKE, check_one_model
+from lpq.checkpoint.agreeing import ALIKE, check_alike
 from lpq.checkpoint.argument_order import model_first
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.description import Description, check_fields
@@ -38,7 +38,8 @@ def write_file(
     with ranks.error_context("nothing is exported"):
         target = ranks.each(lambda: _place(path))
     with ranks.error_context(f"nothing is exported to {target}"):
-        check_one_model(ranks.all(lambda: Model(model).meshes(ranks.many)), ranks)
+        as_one = f"{target.absolute()} in the layout lpq{', decoded' if decode else ''}"
+        check_alike(as_one, ranks.each(lambda: Model(model).meshes(ranks.many)), (), ranks)
         description, pieces, other = ranks.each(lambda: _collected(model, decode))
         ranks.equal(description.lines(), "the ranks hold different models, and the file is of one", ALIKE)
     complete: dict[str, Tensor] = {}
@@ -69,7 +70,7 @@ def import_file(model: nn.Module, path: str | Path, *, process_group: dist.Proce
     with ranks.error_context("nothing is imported"):
         source = ranks.each(lambda: place(path))
     with ranks.error_context(f"{source} cannot be imported"):
-        check_one_model(ranks.all(lambda: Model(model).meshes()), ranks)
+        check_alike(str(source), ranks.each(lambda: Model(model).meshes()), (), ranks)
         view = Model(model)
         view.own_memories()
         description, tensors, other, result = ranks.each(lambda: _prepare(source, view, ranks))

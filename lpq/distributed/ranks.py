@@ -88,7 +88,7 @@ class Ranks:
             f"rank {ranks.names[ranks.rank]} {does} a model that the ranks {listed([*map(str, ranks.names)])} share, "
             "or that process_group names, and another one of them does not: call it on all of them alike"
         )
-        if ranks.size > 1 and not meeting.meet(ranks.names, does, does, None, text):
+        if ranks.size > 1 and not meeting.meet(ranks.names, "a call", does, None, text):
             raise cls.as_error(LpqError(text))
         return ranks
 

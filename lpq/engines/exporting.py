@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lpq.checkpoint.agreeing import ALIKE, Meshes, check_one_model
+from lpq.checkpoint.agreeing import ALIKE, Meshes, check_alike
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, tensor_name
 from lpq.checkpoint.model import Model, is_shared
@@ -136,7 +136,7 @@ class Export:
             return Directory(target, shards(plan, shard_bytes), small)
 
         with ranks.error_context(f"nothing is exported to {target}"):
-            plan, source = _planned(model, layout, dtype, input_amax, leave, siblings, shard_bytes, ranks)
+            plan, source = _planned(model, layout, dtype, input_amax, leave, siblings, shard_bytes, ranks, target)
             config = ranks.first(lambda: _config(source.model, base, plan, dtype))
             config_json = config[CONFIG]
             no_model = [NO_MODEL] if not config_json.get("architectures") else []
@@ -201,8 +201,9 @@ def _planned(
     siblings: Siblings,
     shard_bytes: int,
     ranks: CheckpointRanks,
+    target: Path | None = None,
 ) -> tuple[ExportPlan, _Source]:
-    """The tensors of the files, the same ones on all ranks, and where they come from."""
+    """The tensors of the files, the same ones on all ranks, and where they come from. ``target``: the directory."""
 
     def prepare() -> tuple[ExportPlan, _Source]:
         if dtype is not None and dtype not in DTYPES:
@@ -212,7 +213,7 @@ def _planned(
         source = _source(model, dtype, ranks)
         return planned(source.entries, layout, source.linear, input_amax, leave, siblings), source
 
-    _check_ranks(model, ranks)
+    _check_ranks(model, f"{target.absolute() if target else 'a stream'} in the layout {layout}", ranks)
     plan, source = ranks.each(prepare)
     kinds = [f"{name} {kind}" for tensor in plan.tensors for name, kind in tensor.kinds().items()]
     ranks.equal(kinds, "the ranks hold different models, and an engine gets one", ALIKE)
@@ -267,7 +268,7 @@ def _notes(stacks: Stacks, shared: Sequence[str]) -> tuple[str, ...]:
     return tuple(note for note, names in notes.items() if names)
 
 
-def _check_ranks(model: nn.Module | str | Path, ranks: CheckpointRanks) -> None:
+def _check_ranks(model: nn.Module | str | Path, where: str, ranks: CheckpointRanks) -> None:
     def meshes() -> Meshes:
         if not isinstance(model, nn.Module | str | Path):
             raise CheckpointError(
@@ -275,7 +276,7 @@ def _check_ranks(model: nn.Module | str | Path, ranks: CheckpointRanks) -> None:
             )
         return Model(model).meshes(ranks.many) if isinstance(model, nn.Module) else Meshes()
 
-    check_one_model(ranks.all(meshes), ranks)
+    check_alike(where, ranks.each(meshes), (), ranks)
 
 
 def _config(

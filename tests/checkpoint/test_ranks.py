@@ -256,6 +256,29 @@ def _ranks_are_given_different_paths(rank: int, folder: Path) -> None:
     each_says(lambda: checkpoint.load(net, folder / ("step-00000001", "nowhere")[rank]), words)
     assert model_differences(net, Net(2, 64, SMALL)) == {}
     checkpoint.load(net, folder / "step-00000001")
+    layers = shard(lpq.convert(nn.Sequential(nn.Linear(64, 64)), "fp8-current"), mesh_of())
+    files = [folder / f"path-{number}" for number in range(2)]
+    for file in files:
+        lpq.export(net, file, layout="lpq")
+    words = "the ranks were given different paths: rank 0 has .*path-0"
+    each_says(lambda: checkpoint.import_file(net, files[rank]), words)  # both are there, and would be mixed
+    for layout in ("lpq", "compressed-tensors"):
+        each_says(lambda: lpq.export(layers, folder / f"path-{rank}" / "new", layout=layout), words)  # noqa: B023
+    words = r"rank 0 has \[.*one in the layout lpq\], and rank 1 has \[.*one in the layout {}\]"
+    each_says(lambda: lpq.export(layers, folder / "one", layout="lpq", decode=rank == 1), words.format("lpq, decoded"))
+    layout = ("lpq", "compressed-tensors")[rank]
+    each_says(lambda: lpq.export(layers, folder / "one", layout=layout), words.format("compressed-tensors"))
+    assert not (folder / "one").exists()
+
+
+def _ranks_call_different_functions(rank: int, folder: Path) -> None:
+    """Each would wait for the others until half the timeout, or be in another collective than they."""
+    net = _net(2)
+    saved = folder / "step-00000001"
+    for other in (lambda: checkpoint.load(net, saved), lambda: checkpoint.save_async(net, folder / "other")):
+        words = r"rank \d (saves|loads|saves in the background) a model that the ranks 0, 1 share.* and another one of"
+        each_says(lambda: other() if rank else checkpoint.save(net, folder / "other"), words)  # noqa: B023
+    assert not (folder / "other").exists()
 
 
 def _one_rank_lacks_a_file(rank: int, folder: Path) -> None:
@@ -284,9 +307,13 @@ def _one_rank_encodes(rank: int, folder: Path) -> None:
     for name, made in (("plain", plain()), ("stored", stored())):
         lpq.export(made, folder / f"{name}.pt", layout="lpq")
     dist.barrier()
-    one = folder / f"{('plain', 'stored')[rank]}.pt"
+    own, here = folder / f"own-file-{rank}", Path.cwd()
+    own.mkdir()
+    shutil.copy(folder / f"{('plain', 'stored')[rank]}.pt", own / "one.pt")
+    os.chdir(own)
     words = "cannot be imported: the ranks read different files, or hold different models"
-    each_says(lambda: checkpoint.import_file(stored(), one), words)
+    each_says(lambda: checkpoint.import_file(stored(), "one.pt"), words)
+    os.chdir(here)
     words = "the ranks hold different models, and the file is of one"
     all_say(lambda: lpq.export(plain() if rank else stored(), folder / "mixed.pt", layout="lpq"), words)
     assert not (folder / "mixed.pt").exists()
@@ -319,6 +346,7 @@ def _after_a_save(rank: int, check: Check, folder: Path) -> None:
         _shards_that_cut_blocks_are_refused,
         _ranks_write_to_different_places,
         _ranks_are_given_different_paths,
+        _ranks_call_different_functions,
         _one_rank_lacks_a_file,
         _one_rank_encodes,
     ],
