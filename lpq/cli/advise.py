@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
@@ -19,7 +18,7 @@ from lpq.bench.layers import LayerSize, StackSize
 from lpq.bench.native import encodes, native_products
 from lpq.bench.speedups import in_figures, measure, ratio, total
 from lpq.cli.memory import unit_for
-from lpq.cli.models import NAMED, Chosen, ModelError, alike, layer_sizes, left_out, on_meta, patterns
+from lpq.cli.models import NAMED, Chosen, ModelError, alike, convert, layer_sizes, left_out, on_meta, patterns
 from lpq.cli.output import Json, as_json, print_text
 from lpq.nn.conversion_plan import rule_names
 from lpq.nn.names import plain_name
@@ -93,7 +92,7 @@ def advise(
     memories = {"bf16": observe.memory(built, world, blocks=blocks, param_dtype=torch.bfloat16)}
     warned: list[str] = []
     for text in recipes:
-        warned += _convert(built, text, world)
+        warned += convert(built, text, "MODEL", world)
         memories[text] = observe.memory(built, world, blocks=blocks, param_dtype=torch.bfloat16)
     sizes = layer_sizes(built, tokens, chosen)
     groups = [_predicted(card, *group, recipes) for group in alike(sizes) if group.size]
@@ -115,7 +114,7 @@ def advise(
     gathered = {text: m.forward + m.backward for text, m in memories.items()}
     line = _line(groups, best, slow, skipped, gathered[best] < gathered["bf16"])
     if line is not None:
-        _convert(built, _policy(best, skipped), world)  # so that what is pasted is known to work
+        convert(built, _policy(best, skipped), "MODEL", world)  # so that what is pasted is known to work
     sentences = [provenance(card), *dict.fromkeys(warned), *_reasons(card, recipes, groups, best, slow, line)]
     sentences += [text for text in (_frozen(built, groups), _too_large(card, memories["bf16"]), unknown) if text]
     if json:
@@ -138,7 +137,7 @@ def advise(
         )  # fmt: skip
         return
     _show(f"{model} on {world} {card.title}, {tokens:,} tokens on each", groups, recipes, measured)
-    _show_memory(memories, world)
+    _show_memory(memories, world, {str(p.dtype).removeprefix("torch.") for p in built.parameters()})
     for sentence in sentences:
         print_text(sentence)
     if line is not None:
@@ -161,14 +160,6 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     inside = {id(m) for blocks in lists for block in blocks for m in block.modules()}
     return [block for blocks in lists if id(blocks) not in inside for block in blocks]
-
-
-def _convert(model: nn.Module, policy: str | dict[str, Any], world: int) -> list[str]:
-    """Convert a model, and return what ``lpq.convert`` warns of, as of layers that it does not reach."""
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        lpq.convert(model, policy, weights="high_precision" if world > 1 else None)
-    return [text for one in warned if (text := str(one.message)).startswith("lpq.")]
 
 
 def _predicted(
@@ -348,10 +339,11 @@ def _show(heading: str, groups: Sequence[LayerGroup], recipes: Sequence[str], me
     table(title, ("layers", "count", "inputs x outputs", "bf16", *recipes), rows)
 
 
-def _show_memory(memories: Mapping[str, observe.Memory], world: int) -> None:
+def _show_memory(memories: Mapping[str, observe.Memory], world: int, dtypes: Iterable[str]) -> None:
     unit, size = unit_for(max(m.total for m in memories.values()))
     rows = [("weights, gradients, moments of a rank", *(f"{m.total / size:.2f}" for m in memories.values()))]
     if world > 1:
         gathered = (f"{(m.forward + m.backward) / size:.2f}" for m in memories.values())
         rows.append(("whole weights gathered in a step", *gathered))
-    table(f"{unit}, with fp32 shards and weights gathered in the form of the recipe", ("", *memories), rows)
+    shards = " and ".join(sorted(dtypes))
+    table(f"{unit}, with {shards} shards and weights gathered in the form of the recipe", ("", *memories), rows)

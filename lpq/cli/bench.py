@@ -5,7 +5,6 @@ from __future__ import annotations
 import json as jsonlib
 import shlex
 import sys
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -35,7 +34,7 @@ from lpq.bench.speedups import (
 )
 from lpq.cli.doctor import Device
 from lpq.cli.kernels import check_environment, pick_device
-from lpq.cli.models import NAMED, Chosen, ModelError, alike, layer_sizes, left_out, on_meta
+from lpq.cli.models import NAMED, Chosen, ModelError, alike, convert, layer_sizes, left_out, on_meta
 from lpq.cli.output import Json, as_json, print_text
 from lpq.files.outputs import check_writable, writable
 from lpq.recipes.policy_sources import refuse_rules
@@ -106,7 +105,8 @@ def bench(
     names: dict[LayerSize, list[str]] = {}
     unknown: str | None = None
     if model:
-        layers = layer_sizes(_converted(model, recipes[0]), tokens, chosen)
+        convert(built := on_meta(model, "--model"), recipes[0], "--model")  # `lpq advise` tells what is left out
+        layers = layer_sizes(built, tokens, chosen)
         unknown = left_out(layers)
         for group in alike(layers):
             for size in group.size:
@@ -162,12 +162,6 @@ def _size(text: str) -> LayerSize:
     if len(numbers) != 3 or not all(n.strip().isdecimal() and int(n) for n in numbers):
         raise OptionError(f"--shape {text}: it is not M,K,N, such as 8192,4096,14336: tokens, inputs and outputs")
     return LayerSize(*map(int, numbers))
-
-
-def _converted(model: str, recipe: str) -> torch.nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # `lpq advise` says which layers are left out, and why
-        return lpq.convert(on_meta(model, "--model"), recipe)
 
 
 def _show_layers(

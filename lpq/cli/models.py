@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
@@ -10,7 +11,9 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 import torch
 import typer
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+import lpq
 from lpq import registry
 from lpq.bench.layers import LayerSize, StackSize
 from lpq.bench.searched_layers import searched_layers
@@ -72,7 +75,10 @@ def on_meta(source: str, option: str) -> nn.Module:
         return _of_config(path, option)
     with torch.device("meta"):
         if ":" in source:
-            return by_function(source, option)
+            model = by_function(source, option)
+            if any(map(is_lazy, model.parameters())):
+                raise ModelError(f"{option}: {source} has lazy parameters, without sizes: make layers with their sizes")
+            return model
     raise OptionError(
         f"{option}: {source!r} is no shape ({suggestion(source, SHAPES)}), no file or folder, and no "
         "package.module:function"
@@ -94,6 +100,20 @@ def _of_config(path: Path, option: str) -> nn.Module:
             return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return, no-untyped-call]
     except Exception as error:  # of transformers, whose errors have no class in common
         raise ModelError(f"{option}: transformers cannot build the model of {path}: {words(error)}") from error
+
+
+def convert(model: nn.Module, policy: str | dict[str, Any], option: str, world: int = 1) -> list[str]:
+    """Convert a model that an option named, and return what ``lpq.convert`` warns of, as of layers that it does not
+    reach. ``world``: the number of ranks."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            lpq.convert(model, policy, weights="high_precision" if world > 1 else None)
+        except LpqError:
+            raise
+        except (TypeError, ValueError) as error:  # of a layer that cannot have the recipe
+            raise ModelError(f"{option}: {error}") from error
+    return [text for one in warned if (text := str(one.message)).startswith("lpq.")]
 
 
 def layer_sizes(model: nn.Module, tokens: int, chosen: int | None) -> dict[str, tuple[LayerSize, ...]]:

@@ -146,6 +146,42 @@ def raises() -> nn.Module:
     raise ValueError("no such model")
 
 
+def double() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64)).double()
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(64), nn.Linear(64, 64))
+
+
+def half() -> nn.Module:
+    return nn.Sequential(nn.Linear(4096, 4096)).half()
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            "double",
+            "0: its weight is torch.float64; float32, bfloat16 and float16 can be encoded: cast",
+        ),
+        ("lazy", "test_advise:lazy has lazy parameters, without sizes: make layers with their sizes"),
+    ],
+)
+def test_a_model_that_cannot_be_converted_is_told(
+    model: str, words: str, lpq: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    named = f"test_advise:{model}"
+    for ended in (lpq("advise", named, "--gpu", "h100"), lpq("bench", "--device", "cpu", "--model", named)):
+        assert (ended.status, words in ended.err) == (1, True)
+
+
+def test_the_memory_of_a_model_names_its_own_dtype(lpq: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    assert "MiB, with float16 shards and" in lpq("advise", "test_advise:half", "--gpu", "h100").out
+
+
 def test_a_function_that_raises_is_named_with_what_it_raised(lpq: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
     for arguments in (("advise", "test_advise:raises"), ("bench", "--device", "cpu", "--model", "test_advise:raises")):
@@ -229,7 +265,7 @@ def test_gathers_are_told_to_be_quantized_where_they_are(lpq: Callable, monkeypa
 
 def test_the_memory_of_a_small_model_is_told_in_a_unit_that_fits(lpq: Callable) -> None:
     out = lpq("advise", "tiny", "--gpu", "h100", "--world", 2).out
-    assert "MiB, with fp32 shards and weights gathered in the form of the recipe" in out
+    assert "MiB, with float32 shards and weights gathered in the form of the recipe" in out
     (row,) = [line.split() for line in out.splitlines() if line.startswith(" whole weights gathered in a step")]
     assert all(0 < float(cell) < 1024 for cell in row[-5:])
 
