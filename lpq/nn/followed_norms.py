@@ -30,7 +30,8 @@ ROWS = 4
 ELSE = "something other than layers of lpq takes its output"
 UNCALLED = "its block computes without calling it, as by a kernel that is given its weight"
 MORE = "its block calls it with more than its input, as with a gate, and only a norm of its input alone is encoded"
-AGAIN = "it runs twice in its block, or a layer that takes its output does, or its output is written to"
+AGAIN = "it runs twice in its block, or a layer that takes its output does"
+WRITTEN = "its output is written to, or its input is afterwards"
 REPLACED = "the forward of its block was replaced on the object: call lpq.fuse again without that"
 REPLACED_INSIDE = "the forward of a module in its block was replaced on the object: call lpq.fuse again without that"
 LOST = "its {} would be lost, since a norm that encodes has attributes of such names: rename yours"
@@ -89,7 +90,7 @@ def followers(block: nn.Module) -> dict[str, Followers | str]:
         places = tuple(place for place in takers if isinstance(place[-1][2], Layer))
         others = len(places) < len(takers) or any(id(y) in uses.others for y in outputs)
         once = all(sum(place == other for other, _ in uses.takes) == 1 for place in places)
-        written = any(version_of(y) for y in outputs)
+        written = any(version_of(t) != version for t, version in norm.unwritten)
         if lost:
             by_norm[name] = LOST.format(listed(lost))
         elif norm.more or not outputs:
@@ -97,8 +98,8 @@ def followers(block: nn.Module) -> dict[str, Followers | str]:
         elif places:
             layers = [place[-1][2] for place in places]
             differ = why_states_differ([m for m in layers if isinstance(m, Layer) and m.passes.plan is not None])
-            clean = once and not written and len(outputs) == 1
-            by_norm[name] = (differ or Followers(places, others)) if clean else AGAIN
+            twice = AGAIN if not once or len(outputs) > 1 else None
+            by_norm[name] = (WRITTEN if written else twice) or differ or Followers(places, others)
         else:
             by_norm[name] = ELSE
     return {name: NEEDS.format(listed(needs)) if needs and why != ELSE else why for name, why in by_norm.items()}
@@ -160,12 +161,15 @@ class _Norm(nn.Module):
         super().__init__()
         vars(self).update({name: value for name, value in vars(norm).items() if not name.startswith("_")})
         self._parameters, self.outputs, self.more = norm._parameters, list[Tensor](), False
+        self.unwritten: list[tuple[Tensor, int]] = []
+        """Inputs and outputs, with the versions that they had."""
 
     def forward(
         self, x: Tensor, *args: Any, residual: Tensor | None = None, with_sum: bool = False, **more: Any
     ) -> Any:
         """Take what ``EncodingNorm`` takes."""
         self.outputs.append(torch.zeros(x.shape, dtype=x.dtype, device=x.device))
+        self.unwritten += [(t, version_of(t)) for t in (x, self.outputs[-1])]
         self.more |= bool(args or more)
         if residual is not None:
             return self.outputs[-1], residual.clone()

@@ -258,3 +258,25 @@ def test_an_activation_that_is_no_child_is_changed_later(act: Any, change: str) 
             each[0].held[0].approximate = "none"
     assert equal(step(net, rows(16)), step(plain, rows(16)))
     assert "its held was set since: call lpq.fuse again" in str(lpq.report(net))
+
+
+class InPlace(nn.Module):
+    """Its second sum is made in place, in the input of the norm before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.RMSNorm(64), nn.RMSNorm(64)
+        self.q, self.k = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.q(self.first(x))
+        x += self.k(self.second(x))
+        return x
+
+
+def test_a_norm_whose_input_is_written_to_is_left_alone() -> None:
+    """A norm of torch's operations in bf16 keeps a copy, and one that encodes its input."""
+    plain, net = pair(InPlace)
+    assert equal(step(net, rows(16)), step(plain, rows(16)))
+    assert fused(net) == ["0.first"]
+    assert "its output is written to, or its input is afterwards" in str(lpq.report(net))
