@@ -16,6 +16,7 @@ from copy import copy, deepcopy
 from functools import cache
 from inspect import isroutine
 from operator import is_
+from types import ModuleType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -100,6 +101,9 @@ class Trial(TorchFunctionMode):
         self.drew = False
         """Whether random numbers of Python or NumPy were drawn, or a generator of them was read."""
         self._copies: list[tuple[Any, dict[str, Any], list[int]]] = []
+        self._held: list[tuple[Any, Any]] = []
+        """The containers in attributes that the forward read, each with its contents then."""
+        self._wrote_inside = False
 
     def __enter__(self) -> Self:
         kind = self.device.type
@@ -118,6 +122,11 @@ class Trial(TorchFunctionMode):
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._around.__exit__(*raised)
+        for held, before in self._held:
+            if not _is_as(held, before):
+                self._wrote_inside = True
+                held.clear()
+                (held.update if isinstance(held, dict | set) else held.extend)(before)
         self.drew |= _random_states() != self._drawn
         of_python, of_numpy = pickle.loads(self._drawn)
         random.setstate(of_python)
@@ -172,8 +181,9 @@ class Trial(TorchFunctionMode):
         if (id(module), name) not in self.reads:
             value = _value_of(module, name)
             self.drew |= _draws(value)
-            contents = None if name in module._modules else _contents(value)
-            self.reads[id(module), name] = Read(module, name, value, contents)
+            inside = None if name in module._modules else value
+            self.reads[id(module), name] = Read(module, name, value, _contents(inside))
+            self._held += [(inner, copy(inner)) for inner in _containers(inside)]
             if value is ABSENT:
                 self._note_class(module, name)
 
@@ -181,7 +191,8 @@ class Trial(TorchFunctionMode):
         """Note the attribute of the class that has it."""
         owner = next((cls for cls in class_before(module).__mro__ if name in vars(cls)), nn.Module)
         if owner is not nn.Module:
-            self.reads[id(owner), name] = _read_of_class(owner, name)
+            self.reads[id(owner), name] = read = _read_of_class(owner, name)
+            self._held += [(inner, copy(inner)) for inner in _containers(read.value)]
 
     def shows_little(self) -> bool:
         """Whether the next run of the forward may do something else: this one drew a number, wrote something, or read a
@@ -195,7 +206,7 @@ class Trial(TorchFunctionMode):
             same = now.keys() == before.keys() and all(_is_as(value, before[name]) for name, value in now.items())
             if not same or [_version(b) for b in like._buffers.values()] != versions:
                 return True
-        return changed(self.reads.values()) is not None
+        return self._wrote_inside or changed(self.reads.values()) is not None
 
     def of(self, *modules: nn.Module) -> tuple[Read, ...]:
         """The attributes that were read, without the children of these modules, which the caller compares."""
@@ -291,7 +302,7 @@ class _Itself:
 
 def _contents(value: Any, depth: int = DEEPEST) -> Any:
     """The items of an object, for comparing; None: it has none by which a forward would decide."""
-    if not depth or isinstance(value, Tensor | type) or isroutine(value):
+    if not depth or _is_closed(value):
         return None
     items: Sequence[tuple[Any, Any]]
     if isinstance(value, dict):
@@ -304,6 +315,22 @@ def _contents(value: Any, depth: int = DEEPEST) -> Any:
         return None
     plain = int, float, str, bool, type(None)
     return [(key, v if type(v) in plain else (_Itself(v), _contents(v, depth - 1))) for key, v in items]
+
+
+def _is_closed(value: Any) -> bool:
+    """Whether nothing inside of a value is noted."""
+    return isinstance(value, Tensor | type | ModuleType) or isroutine(value)
+
+
+def _containers(value: Any, depth: int = DEEPEST) -> Iterator[Any]:
+    """The containers in a value, and the attributes of objects in it."""
+    if not depth or _is_closed(value):
+        return
+    inner = value if isinstance(value, (*MUTABLE, tuple)) else getattr(value, "__dict__", ())
+    if isinstance(inner, MUTABLE):
+        yield inner
+    for item in inner.values() if isinstance(inner, dict) else inner:
+        yield from _containers(item, depth - 1)
 
 
 def _is_as(now: Any, before: Any) -> bool:

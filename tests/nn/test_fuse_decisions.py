@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -280,3 +280,36 @@ def test_a_norm_whose_input_is_written_to_is_left_alone() -> None:
     assert equal(step(net, rows(16)), step(plain, rows(16)))
     assert fused(net) == ["0.first"]
     assert "its output is written to, or its input is afterwards" in str(lpq.report(net))
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.passes, self.kept, self.by_name = 0, list[Tensor](), {"all": {"passes": 0}}
+
+
+class Counting(nn.Module):
+    """It notes its passes in objects, and not in attributes of its own."""
+
+    counters: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.q, self.counter, self.lists = nn.RMSNorm(64), nn.Linear(64, 64), Counter(), [[0]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counter.passes += 1
+        self.counter.kept.append(x)
+        self.counter.by_name["all"]["passes"] += 1
+        self.lists[0].append(1)
+        self.counters.append(1)
+        return x + self.q(self.norm(x))  # type: ignore[no-any-return]
+
+
+def test_a_trial_leaves_no_trace_in_what_an_attribute_holds() -> None:
+    _, net = pair(Counting)
+    assert fused(net) == ["0.norm"]
+    layer = net[0]
+    assert (vars(layer.counter), layer.lists) == (vars(Counter()), [[0]])
+    net(rows(16))
+    assert (layer.counter.passes, layer.counter.by_name, layer.lists) == (1, {"all": {"passes": 1}}, [[0, 1]])
+    assert len(Counting.counters) == 1
