@@ -14,6 +14,7 @@ from lpq.calibration.errors import CalibrationError
 from lpq.calibration.parallel import Peers, is_shared_out, sending
 from lpq.calibration.statistics import Statistics, Together
 from lpq.calibration.targets import Target
+from lpq.checkpoint.model import is_shared
 from lpq.distributed.ranks import difference
 from lpq.nn.eagerly import run_eagerly
 from lpq.nn.observing import observing
@@ -153,7 +154,11 @@ def collect(
         if progress.batches <= begin:
             continue  # all of this round are in the statistics
         counted, leads = number is not None and number >= begin, heads[team.ranks] == ranks.rank
-        together(partial(run, *_turns(facts, team), counted, leads))
+        passes = partial(run, *_turns(facts, team), counted, leads)
+        if is_shared(model, replicas=False):  # others may wait inside of it for a rank that raises, and not here
+            passes()
+        else:
+            together(passes)
         after(progress)
     return progress
 

@@ -68,9 +68,7 @@ class ColwiseParallel(_Style, torch_styles.ColwiseParallel):
     With ``input_layouts=Shard(1)`` each rank has a part of the sequence. The input of a layer with a recipe is encoded
     first, and its codes are gathered: the row operand in forward, the column operand in backward. Layers that are given
     the same tensor, as q, k and v are, gather it once.
-
-    With ``overlap=True`` the layer multiplies the parts of its input as they arrive: the GPUs read them from each
-    other's memory (torch's symmetric memory), and it is an error if they cannot. CPUs gather first, as without it.
+    With ``overlap=True`` it multiplies the parts of its input as they arrive, which takes torch's symmetric memory.
     """
 
     def __init__(

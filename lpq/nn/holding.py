@@ -35,8 +35,6 @@ def hold_weights(model: Model) -> Iterator[Model]:
     """Encode every weight once, for all micro-batches inside the ``with``; take the optimizer's step outside.
 
     Weights that were changed meanwhile are refused, by the next pass or, as compiled layers do not check, on leaving.
-    Inside another ``hold_weights``, weights that the outer one holds stay with it. Experts of Hugging Face's models are
-    encoded in each pass, as outside.
 
     Args:
         model: The model whose layers hold their weights.

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from layouts import BATCHES, FEW, RECIPES, differs_on_some_rank, exported, laid_out, of_one, whole_statics
 from models import data, layers, model, statics
-from ranks import on_one, on_ranks, spawn
+from ranks import mesh_of, on_one, on_ranks, spawn
 from support.comparing import equal_states
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -208,6 +208,22 @@ def test_what_one_rank_cannot_do_is_an_error_on_all(rank: int) -> None:
         assert list(layer.static_values()) == ["x_amax"]
 
 
+@on_ranks(2)
+def test_a_rank_that_raises_where_another_one_gathers_has_its_own_error(rank: int) -> None:
+    """It would go into another collective than that rank, which is inside of the model: gloo ends both for that."""
+    net = fully_shard(lpq.convert(model(experts=1), "fp8-current"), mesh=mesh_of())
+
+    def forward(net: Any, batch: Tensor) -> None:
+        if rank == 0:
+            net(batch)
+        raise OSError(f"rank {rank} has no disk")
+
+    with pytest.raises(OSError, match=f"rank {rank} has no disk"):
+        lpq.calibrate(net, data(1), forward=forward)
+    if rank == 1:
+        net.eval()(data(1)[0])  # for which rank 0 waits
+
+
 @pytest.mark.parametrize(("recipe", "method"), RECIPES.items(), ids=["fp8", "nvfp4", "searched"])
 @on_ranks(4)
 def test_tensor_parallelism_over_2_and_4_ranks(rank: int, recipe: str, method: Any) -> None:
@@ -246,7 +262,7 @@ def test_multiplied_in_parts_it_would_differ(rank: int) -> None:
         calibrated([batch[: 3 if rank == 3 else 4] for batch in mine])
     net = parallel(lpq.convert(model(experts=1), "fp8-current"), 2, 2)
     before = {name: id(value) for name, value in net.named_parameters()}
-    with pytest.raises(CalibrationError, match="the ninth token"):
+    with pytest.raises(ValueError, match="the ninth token"):
         lpq.calibrate(net, mine, forward=_failing_inside_of_the_last_layer)
     assert {name: id(value) for name, value in net.named_parameters()} == before, "no layer keeps whole parameters"
     assert not any(m._forward_hooks_always_called for m in net.modules())
