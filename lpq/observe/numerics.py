@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from lpq import recipes
 from lpq.distributed import meeting
 from lpq.distributed.ranks import Ranks
-from lpq.formats.format import DIRECTIONS, Quantizer
+from lpq.formats.format import DIRECTIONS, Direction, Quantizer
 from lpq.nn.conversion_plan import names_of
 from lpq.nn.expert_stacks import expert_stacks
 from lpq.nn.first_argument import check_model
@@ -264,7 +265,7 @@ class Numerics(Readings):
         for at, found in now.items():
             # Recipes may have changed since the step began.
             formats |= {
-                slot: found.quantizer.side(side).text for slot, side in zip(slots[at:], DIRECTIONS, strict=False)
+                slot: _format_of(found.quantizer, side) for slot, side in zip(slots[at:], DIRECTIONS, strict=False)
             }
             sums[at : at + len(found.sums)] = found.sums.to(device)
             norms[at : at + 2], amaxes[at : at + 2] = [found.norm.to(device)] * 2, [found.amax.to(device)] * 2
@@ -302,9 +303,8 @@ class Numerics(Readings):
         for (layer, _), name in self._names.items():
             plans = [("", layers[layer].passes.plan), *([] if self._other is None else [self._other])]
             for title, plan in plans:
-                for tensor, direction in PLACES[:-1] if plan is not None else ():
-                    quantizer = getattr(plan, tensor)
-                    formats[name, tensor, direction, title] = quantizer.side(direction).text
+                for tensor, direction in product(TENSORS, DIRECTIONS) if plan is not None else ():
+                    formats[name, tensor, direction, title] = _format_of(getattr(plan, tensor), direction)
         return formats
 
     def readings(self) -> list[Reading]:
@@ -330,6 +330,12 @@ class Numerics(Readings):
     def tensorboard(self, directory: str | Path) -> None:
         if self._ranks.rank == 0:
             super().tensorboard(directory)
+
+
+def _format_of(quantizer: Quantizer, direction: Direction) -> str:
+    """The format of an operand; of one that is made of the row operand with both, as it has the errors of both."""
+    made = direction == "col" and quantizer.col_source == "row"
+    return (quantizer if made else quantizer.side(direction)).text
 
 
 def _tokens(tensor: Observed, rows: SomeRows) -> Tokens:

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 
 from lpq import registry
-from lpq.formats.format import Quantizer
+from lpq.formats.format import Direction, Quantizer
 from lpq.observe.sums import Reading, decibels, named, noise_order
 from lpq.operations.decoding import decode
 from lpq.operations.operands import encode_operands
@@ -22,14 +22,17 @@ SAMPLE = (128, 512)
 
 
 @lru_cache(256)
-def normal_snr(text: str) -> float | None:
-    """The signal-to-noise ratio of a matrix of normally distributed numbers in this format, in dB."""
+def normal_snr(text: str, direction: Direction = "row") -> float | None:
+    """The signal-to-noise ratio of a matrix of normally distributed numbers in this format, in dB. A column operand may
+    be made of the row operand."""
     quantizer: Quantizer = registry.quantizer(text)
     x = torch.randn(SAMPLE, generator=torch.Generator("cpu").manual_seed(0), device="cpu", dtype=torch.float32)
     with torch.no_grad():
-        row = encode_operands(quantizer, x, col=False, seed=torch.zeros((), dtype=torch.int64, device="cpu")).row
-        assert row is not None
-        error = decode(row, torch.float32) - x
+        seed = torch.zeros((), dtype=torch.int64, device="cpu")
+        operands = encode_operands(quantizer, x, row=direction == "row", col=direction == "col", seed=seed)
+        operand = operands.row if direction == "row" else operands.col
+        assert operand is not None
+        error = decode(operand, torch.float32) - (x if direction == "row" else x.t())
     return decibels(float(x.square().sum()), float(error.square().sum()))
 
 
@@ -47,7 +50,7 @@ def cells(one: Reading) -> list[str]:
     normal = None
     if one.format and one.tensor != "dw":
         with suppress(LpqError):  # a report may be made without a plugin that the run had
-            normal = normal_snr(one.format)
+            normal = normal_snr(one.format, one.direction or "row")
     parts = (one.error_scale, one.error_flushed, one.error_grid)
     shares = "/".join("–" if part is None else str(round(100 * part)) for part in parts)
     snr = _number(one.snr_db, "{:.1f}") if noise_order(one)[0] else "NaN"

@@ -115,6 +115,19 @@ def test_a_nan_comes_first_and_what_has_no_error_last(value: float) -> None:
     assert is_finite or next(iter(found.values())).operand in ("x.row", "x.col", "dw")
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-eden", "mxfp8-one-copy"])
+def test_normal_numbers_have_the_normal_snr(recipe: str) -> None:
+    """Also in a column operand that is made of the row operand, and has the errors of both."""
+    net = lpq.convert(nn.Linear(512, 512, bias=False), recipe)
+    nn.init.normal_(net.weight)
+    watch = lpq.observe.numerics(net, every=1)
+    with watch.step():
+        net(torch.randn(256, 512)).backward(torch.randn(256, 512))
+    for name, one in by_operand(watch.readings()).items():
+        if one.tensor != "dw":
+            assert one.snr_db == pytest.approx(normal_snr(one.format, one.direction or "row"), abs=0.5), name
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e-21, 1.0, 1e18, 1e25])
 def test_outliers_are_told_of_tensors_of_any_size(size: float) -> None:
     """Also where squares vanish in fp32, or are beyond its largest number."""
@@ -156,7 +169,9 @@ def test_statistics_are_those_of_the_operands(recipe: str) -> None:
         assert one.amax == x.abs().max()
         assert one.amax_over_rms == pytest.approx(float(x.abs().max() / x.square().mean().sqrt()), rel=1e-4)
         assert one.shrinkage == pytest.approx(float((decoded * x).sum() / x.square().sum() - 1), abs=1e-5)
-        if lpq.quantizer(one.format).basis is None:  # a rotated operand is looked at as it is stored
+        if (
+            lpq.quantizer(one.format).side(one.direction).basis is None
+        ):  # one that is rotated is looked at as it is stored
             assert one.flushed == pytest.approx(float(((decoded == 0) & (x != 0)).sum() / (x != 0).sum()))
     for layer in ("0", "2"):
         (x, x_col), (dy, dy_col) = expected[f"{layer}.x.col"], expected[f"{layer}.dy.col"]
