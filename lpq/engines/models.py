@@ -89,8 +89,8 @@ def unquantized(model: nn.Module, quantized: set[str], stacks: Stacks) -> Iterat
         matrix = isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(module, nn.Embedding)
         if matrix and plain_name(name) not in quantized:
             rest.append(f"{plain_name(name)}.weight")
-    in_files = renamed(model, rest)
-    yield from (in_files.get(name, name).removesuffix(".weight") for name in rest)
+    # vLLM looks for the names in files, and transformers for the names of modules
+    yield from (name.removesuffix(".weight") for name in (*rest, *renamed(model, rest).values()))
 
 
 def _multiplied(name: str, layer: Layer, local: Tensor, amaxes: Mapping[str, Tensor]) -> Multiplied | None:

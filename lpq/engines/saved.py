@@ -112,7 +112,7 @@ class SavedCheckpoint:
                 continue  # of a layer in two places
             layer, _, leaf = name.rpartition(".")
             if leaf == "weight" and len(shape) == 2 and layer not in quantized:
-                yield self._description.renamed.get(name, name).removesuffix(".weight")
+                yield from (n.removesuffix(".weight") for n in (name, self._description.renamed.get(name, name)))
 
     def _names(self) -> list[str]:
         parts = tuple(f"{name}.{d}." for name, entry in self._quantized.items() for d in entry["operands"])

@@ -312,6 +312,29 @@ def test_the_record_says_whether_transformers_reads_the_experts(
         assert torch.equal(read.get_parameter(name), expected.get_parameter(name)) == reads
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_layers_that_have_another_name_in_files_are_left_by_either_name(tmp_path: Path) -> None:
+    """transformers looks for the names of modules: it would wait for scales of the head, and make some up."""
+    import transformers
+
+    text = fused("Qwen3Moe").config
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=63)
+    torch.manual_seed(0)
+    model = lpq.convert(transformers.LlavaForConditionalGeneration(config).bfloat16(), "fp8-row")
+    lpq.checkpoint.save(model, tmp_path / "run")
+    of_checkpoint = lpq.export(tmp_path / "run", tmp_path / "y", layout=LAYOUT).left
+    made = lpq.export(model, tmp_path / "x", layout=LAYOUT)
+    assert {"lm_head", "language_model.lm_head"} <= {*made.left} <= {*of_checkpoint}
+    assert "language_model.lm_head.weight" in tensors(tmp_path / "x")
+    read, info = type(model).from_pretrained(tmp_path / "x", dtype=torch.bfloat16, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert torch.equal(read.lm_head.weight, model.lm_head.weight)
+    assert read(torch.arange(32)[None]).logits.isfinite().all()
+
+
 CHECKPOINTS = [
     ("Qwen3Moe", "mxfp8", 16), ("Qwen3Moe", "nvfp4", 16), ("Mixtral", "fp8-block", 16), ("GptOss", "nvfp4", 4),
     ("Llama4", "mxfp8", 7),
