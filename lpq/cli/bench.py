@@ -42,6 +42,8 @@ from lpq.registry.errors import OptionError
 from lpq.registry.tables import table
 
 NONE = "–"
+DIGITS = 18
+"""The most digits of a number that a tensor's size may have."""
 FILES = ("bench.json", "bench.svg")
 OTHER_OUT = "choose another --out"
 Shapes = Annotated[
@@ -158,8 +160,8 @@ def _command(
 
 
 def _size(text: str) -> LayerSize:
-    numbers = text.split(",")
-    if len(numbers) != 3 or not all(n.strip().isdecimal() and int(n) for n in numbers):
+    numbers = [n.strip() for n in text.split(",")]
+    if len(numbers) != 3 or not all(n.isdecimal() and len(n) <= DIGITS and int(n) for n in numbers):
         raise OptionError(f"--shape {text}: it is not M,K,N, such as 8192,4096,14336: tokens, inputs and outputs")
     return LayerSize(*map(int, numbers))
 

@@ -124,6 +124,20 @@ def test_what_does_not_fit_is_a_result_and_the_others_go_on(monkeypatch: pytest.
     assert [text.text for text in drawn.iter(f"{SVG}text")].count("–") == 1
 
 
+def test_what_does_not_fit_on_a_cpu_is_a_result_too(lpq: Callable) -> None:
+    """Torch's error is a class of its own on a GPU alone."""
+    sizes = ("--shape", "16,16,16", "--shape", f"{10**9},{10**7},16")
+    ended = lpq("bench", "--device", "cpu", *sizes, "--recipe", "mxfp8")
+    assert ended.status == 0
+    assert "can't allocate memory" in ended.err
+    rows = {line.split()[0]: line.split()[1:] for line in ended.out.splitlines() if "x16" in line}
+    assert "–" not in rows.pop("16x16x16")
+    assert [row[0] for row in rows.values()] == ["–"]
+    for size in ("1" + 18 * "0", 5000 * "1"):
+        ended = lpq("bench", "--device", "cpu", "--shape", f"{size},16,16")
+        assert (ended.status, "it is not M,K,N" in ended.err) == (2, True)
+
+
 def test_a_gpu_multiplies_what_its_kernels_declare() -> None:
     import lpq
 
