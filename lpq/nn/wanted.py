@@ -83,7 +83,7 @@ def refuse_a_part(memory: Tensor) -> None:
     """Refuse, in a compiled backward that runs, to be asked for some gradients alone, or by several backwards."""
     if not autograd.runs_whole():
         raise _cannot_tell("a compiled layer whose recipe", "leave the layer uncompiled, or ")
-    if autograd.keeps_graph():
+    if autograd.graph_task() != -1 and autograd.keeps_graph():  # else it is traced with its forward, in one graph
         raise RuntimeError(
             "retain_graph=True: a compiled layer whose recipe remembers statistics (delayed scaling) takes each "
             "backward for a step. Call one on the sum of the losses, leave the layer uncompiled, or change its recipe"

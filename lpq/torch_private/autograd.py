@@ -27,7 +27,7 @@ runs_whole: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_ch
 ``torch.autograd.grad`` or with ``inputs=``."""
 
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-"""Whether another backward may follow the one that runs in this thread, over the same graph."""
+"""Whether another backward may follow the one that runs in this thread, over the same graph; true outside of any."""
 
 at_the_end_of_backward: Callable[[Callable[[], None]], None]
 at_the_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback

@@ -169,3 +169,19 @@ def test_a_compiled_layer_that_remembers_refuses_to_be_asked_for_a_part() -> Non
         compiled(x).sum().backward(retain_graph=True)  # which torch refuses where it may write to what is kept
     assert equal_states(module.state_dict(), before)
     assert equal(steps(compiled), steps(layer()))
+
+
+@pytest.mark.skipif(not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch traces no backward")
+def test_a_backward_that_is_traced_with_its_forward_is_a_step() -> None:
+    """It runs outside of any backward, where torch says that a graph is kept."""
+    torch._dynamo.reset()
+    module, twin, x = layer(), layer(), given()
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        whole = torch.compile(
+            lambda x: torch.autograd.grad(module(x).square().mean(), [*module.parameters()]), backend="aot_eager",
+            fullgraph=True,
+        )  # fmt: skip
+        grads = whole(x)
+    twin(x).square().mean().backward()
+    assert equal(grads, [p.grad for p in twin.parameters()])
+    assert equal_states(module.state_dict(), twin.state_dict())
