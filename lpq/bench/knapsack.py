@@ -54,7 +54,7 @@ def under_error(layers: Sequence[Sequence[Option]], error: float) -> list[Option
     """Choose the options that take the least time and whose squared errors together are no more than ``error``'s."""
     hulls = [hull(options) for options in layers]
     at = [0] * len(hulls)
-    limit, total = error**2 * (1 + ROUNDING), sum(each[0].square for each in hulls)
+    limit, total = error * error * (1 + ROUNDING), sum(each[0].square for each in hulls)
     full: set[int] = set()
     for layer in _steps(hulls):
         more = hulls[layer][min(at[layer] + 1, len(hulls[layer]) - 1)].square - hulls[layer][at[layer]].square

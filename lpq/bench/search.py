@@ -47,6 +47,8 @@ from lpq.tensor import QuantizedTensor
 from lpq.torch_private.tensors import local_part
 
 BF16 = "bf16"
+SAME = 0.01
+"""The error by which gradients may differ between two runs of a batch, as a GPU may add in another order."""
 USUAL = ("mxfp8", "nvfp4")
 COLUMNS = ("layer", *GEMMS, "times as fast", "error")
 Seconds = Callable[[str, Recipe | None], float]
@@ -111,7 +113,7 @@ class SearchResult(Readable):
     def rows(self) -> list[tuple[str, ...]]:
         """The cells of a table of the layers."""
         return [
-            (name, *one.products, f"{self.plain[name] / one.seconds:.2f}", f"{math.sqrt(one.square):.4f}")
+            (name or ITSELF, *one.products, f"{self.plain[name] / one.seconds:.2f}", f"{math.sqrt(one.square):.4f}")
             for name, one in self.choices.items()
         ]
 
@@ -288,6 +290,7 @@ def _search(
             limit_of(timed)
         gradients = GradientError(OverRanks(model), replays, exact)
         _refuse_no_gradient(gradients, any(p.grad is not None for p in model.parameters()))
+        _refuse_other_gradients(gradients.of(exact))
         squares = _squares(layers, by_text, lambda layer, recipe: gradients.of({**exact, layer: recipe}) ** 2, tell)
         made = {(name, product) for (name, product, _), square in squares.items() if square}
         timed = {name: _of_made(times, [p for p in GEMMS if (name, p) in made]) for name, times in timed.items()}
@@ -390,6 +393,15 @@ def _refuse_no_gradient(gradients: GradientError, is_there: bool) -> None:
         raise NumericsError(
             f"search: in bf16 the gradients have the length {gradients.size:g}, and the loss is {gradients.loss:g}: no "
             "error can be measured beside them. Search with batches whose gradients are finite and not all 0"
+        )
+
+
+def _refuse_other_gradients(error: float) -> None:
+    """Refuse closures whose gradients differ from run to run in bf16 by ``error``, beside which no other is seen."""
+    if not error < SAME:
+        raise NumericsError(
+            f"search: the closures were run twice in bf16, and the gradients differ by {error:.2g} of their length: "
+            "have each closure keep its batch, and take no new one in each call"
         )
 
 

@@ -346,6 +346,31 @@ def test_what_cannot_be_searched_is_refused() -> None:
     refused(NumericsError, "the closures left no gradient", closures=[lambda: net(torch.ones(4, 64)).sum()])
 
 
+@pytest.mark.parametrize("factor", [1.0, math.nan])
+def test_a_closure_that_takes_another_batch_in_each_call_is_refused(factor: float) -> None:
+    """Its gradients differ by more than any format makes them, and so would the policy be by chance."""
+    net, calls = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), itertools.count(1)
+
+    def closure() -> Tensor:
+        number = next(calls)
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(number))
+        loss: Tensor = net(x).square().mean() * (factor if number > 1 else 1.0)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    with pytest.raises(NumericsError, match=r"run twice in bf16, and the gradients differ by .*: have each"):
+        lpq.search(net, closure, recipes=["nvfp4"], seconds=exact_products, error=1e300)
+    assert next(calls) == 3
+
+
+def test_any_error_is_allowed() -> None:
+    """Also one whose square is beyond all numbers; a layer that is the model is named."""
+    net = nn.Linear(64, 64)
+    found = lpq.search(net, closures(net), recipes=["nvfp4"], seconds=exact_products, error=1e300)
+    assert found.policy.rules[0].match == ("*",)
+    assert "the model itself" in str(found)
+
+
 @pytest.mark.parametrize("factor", [0.0, math.nan, math.inf])
 @pytest.mark.parametrize("budget", [{"error": 0.1}, {"time": 0.9}])
 def test_gradients_that_no_error_can_be_measured_beside_are_refused_at_once(
