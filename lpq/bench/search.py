@@ -288,7 +288,8 @@ def _search(
         limit_of = partial(_time_limit, budget, plain)
         if kept == "time":
             limit_of(timed)
-        gradients = GradientError(OverRanks(model), replays, exact)
+        alike = [f"{len(closures)} closures, {kept} within {budget}", *map(str, by_text)]
+        gradients = GradientError(OverRanks(model, alike), replays, exact)
         _refuse_no_gradient(gradients, any(p.grad is not None for p in model.parameters()))
         _refuse_other_gradients(gradients.of(exact))
         squares = _squares(layers, by_text, lambda layer, recipe: gradients.of({**exact, layer: recipe}) ** 2, tell)

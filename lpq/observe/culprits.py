@@ -147,7 +147,8 @@ def culprits(
     if not isinstance(before, Before | None):
         raise NumericsError(f"culprits: before={brief(before)}: it is lpq.observe.Before(model), or None")
     check_search("culprits", course, most=most, least=least, replays=replays)
-    ranks = OverRanks(model)
+    given = f"{'no ' if course is None else 'a '}course"
+    ranks = OverRanks(model, [f"most={most}, least={least}, replays={replays}, {given}"])
     replay = Replay(model, closure, before)
     names = {id(m): plain_name(name) for name, m in inside_of_replicas(model).named_modules()}
     ours = [local_part(apart(p.grad)) for p in model.parameters() if p.requires_grad and p.grad is not None]

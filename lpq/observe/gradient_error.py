@@ -25,8 +25,10 @@ Parts = Mapping[StatefulLayer, Recipe]
 class OverRanks:
     """Sums over the parameters of a model, and over the ranks that share it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, options: Sequence[str]) -> None:
+        """``options``: on which it depends what is replayed, and so must be the same on all ranks."""
         self._ranks = Ranks.of(None, is_shared(model), "replays")
+        self._ranks.equal(options, "the ranks do not replay the same", "Call it alike on all of them")
         self._device = device_of(next(model.parameters()))
 
     def sum(self, values: Sequence[Tensor]) -> float:

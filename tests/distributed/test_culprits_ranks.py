@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import fully_shard, mesh_of, of_all, on_one, on_ranks
+from ranks import agreed, fully_shard, mesh_of, of_all, on_one, on_ranks
 from support.small_models import Planted
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -225,6 +225,22 @@ def test_weights_that_are_whole_on_each_rank_count_once(rank: int) -> None:
         fully_shard(block)
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
     assert numbers(net, x) == pytest.approx(on_one(lambda: numbers(planted("mxfp8"), x)), rel=1e-5)
+
+
+@on_ranks(2)
+def test_ranks_that_would_replay_otherwise_all_raise(rank: int) -> None:
+    """With other options one of them replays more often, and would wait for the other."""
+    net = sharded(planted("fp8-current"))
+    closure = closure_of(net, rank)
+    begins = "RuntimeError: the ranks do not replay the same: rank 0 has ["
+    for option, others in (({"most": 1}, {"most": 2}), ({"least": 0.1}, {"least": 0.2}), ({"replays": 1}, {})):
+        given: Any = others if rank else option
+        said = agreed(lambda: lpq.observe.culprits(net, closure, **given))  # noqa: B023
+        assert all(one.startswith(begins) for one in said), said
+    for recipes, closures in ((("nvfp4", "mxfp8"), 1), (("nvfp4", "nvfp4"), 1 + rank)):
+        asked: Any = {"recipes": [recipes[rank]], "time": 0.9, "seconds": lambda _, recipe: 1.0 + (recipe is None)}
+        said = agreed(lambda: lpq.search(net, [closure] * closures, **asked))  # noqa: B023
+        assert all(one.startswith(begins) for one in said), said
 
 
 @on_ranks(2)
