@@ -48,6 +48,7 @@ OTHER = "its forward is neither down(act(gate(x)) * up(x)) nor down(act(up(x))) 
 DROPS = "a dropout stands before its last layer, and may drop elements in a later pass if it drops none now"
 RAISES = "it does not run on a few rows by itself, which would show what it computes: it raises {}"
 HOOKED = "hooks are called with its activation"
+DRAWS = "it calls up before gate, and fused these would draw each other's random numbers"
 SIZES = "in_features", "out_features"
 """The attributes of a linear layer."""
 TOKENS = 2**14
@@ -69,8 +70,8 @@ class BlockParts(NamedTuple):
     """A dropout of what the last layer returns; None: there is none."""
     halves: bool
     """Whether one layer makes gate and up."""
-    order: int
-    """As for ``mlp``."""
+    up_first: bool
+    """Whether up is called before gate."""
     children: dict[str, nn.Module]
     """All of them, as they were when the block was fused."""
     reads: tuple[Read, ...]
@@ -89,10 +90,10 @@ class FusedBlock(Extension, nn.Module):
         if torch.compiler.is_compiling() or kwargs or len(args) != 1 or _why_changed(self) is not None:
             return super().forward(*args, **kwargs)  # of the class before
         *before, down = layers_of(self)
-        activation, behind, halves, order = self.lpq_parts[2:6]
+        activation, behind, halves = self.lpq_parts[2:5]
         act = ACTIVATIONS[activation]
         self.__dict__["lpq_unfit"] = AUTOCAST if act.is_high else None
-        y = down(activate(before[0](args[0]), act)) if halves else mlp(args[0], before, down, act, order)
+        y = down(activate(before[0](args[0]), act)) if halves else mlp(args[0], before, down, act)
         return y if behind is None else self.lpq_parts.children[behind](y)
 
 
@@ -103,11 +104,13 @@ def layers_of(block: FusedBlock) -> tuple[nn.Module, ...]:
 
 def _why_changed(block: FusedBlock) -> str | None:
     """Why ``mlp`` no longer stands for a block, whatever its layers are; None if it does."""
-    before, down, _, behind, *_, children, reads = block.lpq_parts
+    before, down, _, behind, _, up_first, children, reads = block.lpq_parts
     if "forward" in vars(block):
         return REPLACED_SINCE
     if global_hooks():
         return EVERY_MODULE
+    if up_first and any(_draws(children[name]) for name in before):
+        return DRAWS
     names = *before, down, behind
     if children != block._modules:
         now = {name: child for name, child in block._modules.items() if children.get(name) is not child}
@@ -117,6 +120,11 @@ def _why_changed(block: FusedBlock) -> str | None:
         return HOOKED
     was = changed(reads)
     return None if was is None else f"its {was} was set since: call lpq.fuse again"
+
+
+def _draws(layer: nn.Module) -> bool:
+    """Whether a pass of a layer draws random numbers."""
+    return isinstance(layer, StatefulLayer) and layer.passes.plan is not None and layer.passes.plan.stochastic
 
 
 def fuse(model: Model) -> Model:
@@ -220,9 +228,9 @@ def find_parts(module: nn.Module) -> BlockParts | str | None:
         elif result is not None:
             if any(has_hooks(m) for name, m in children.items() if name not in (*own, result[1])):
                 return HOOKED
-            activation, behind, order, reads = result
+            activation, behind, up_first, reads = result
             halves = _makes_halves([children[name] for name in before], children[down])
-            return BlockParts((*before,), down, activation, behind, halves, order, dict(module._modules), reads)  # type: ignore[arg-type]
+            return BlockParts((*before,), down, activation, behind, halves, up_first, dict(module._modules), reads)  # type: ignore[arg-type]
     return OTHER if OTHER in reasons else next(iter(reasons), None)
 
 
@@ -357,10 +365,10 @@ def _gathered(model: nn.Module) -> Collection[nn.Module]:
 
 def _activation(
     module: nn.Module, before: Sequence[str], down: str
-) -> tuple[str, str | None, int, tuple[Read, ...]] | str | None:
-    """The activation with which the forward of a block is ``mlp``, the name of the dropout behind, the order of its
-    calls, and the attributes by which the forward decided; the reason why it is not ``mlp``, or does not run on a few
-    rows; None if it does not run and is no MLP as far as can be seen, as attention or a list of layers."""
+) -> tuple[str, str | None, bool, tuple[Read, ...]] | str | None:
+    """The activation with which the forward of a block is ``mlp``, the name of the dropout behind, whether up is called
+    before gate, and the attributes by which the forward decided; the reason why it is not ``mlp``, or does not run on a
+    few rows; None if it does not run and is no MLP as far as can be seen, as attention or a list of layers."""
     with aside():
         x, y, dropped, *outputs = numbers(len(before) + 3)
         if _makes_halves([module._modules[name] for name in before], module._modules[down]):
@@ -386,8 +394,7 @@ def _activation(
         if sorted(name for name, _ in calls) != sorted(names) or any(inputs[name] is not x for name in before):
             return OTHER
         activation = _named(inputs[down], trial, tensors) if out is results[names[-1]] else None
-        order = 1 if calls[0][0] == before[0] else -1
-        return OTHER if activation is None else (activation, behind, order, trial.of(module))
+        return OTHER if activation is None else (activation, behind, calls[0][0] != before[0], trial.of(module))
 
 
 def _begins_mlp(

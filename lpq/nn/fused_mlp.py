@@ -76,22 +76,20 @@ def geglu(
     return mlp(x, (gate, up), down, ACTIVATIONS[GELUS[approximate]])
 
 
-def mlp(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Activation, order: int = 1) -> Tensor:
+def mlp(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Activation) -> Tensor:
     """``down(act(gate(x)) * up(x))`` where ``before`` is gate and up, and ``down(act(up(x)))`` where it is up alone, as
-    one function where the layers allow it; see ``swiglu``. ``order``: -1 if up is called before gate, and draws its
-    random numbers first; else 1."""
+    one function where the layers allow it; see ``swiglu``."""
     high = autocasts() and activation.is_high  # which takes a call only where it may be true
     if torch.compiler.is_compiling() or high or why_apart(before, down) is not None:
-        return _apart(x, before, down, activation, order)
+        return _apart(x, before, down, activation)
     for layer in (*before, down):
         if layer.passes.fresh:  # type: ignore[union-attr]  # and producers encode by states; this is in every step
-            return _apart(x, before, down, activation, order)
+            return _apart(x, before, down, activation)
     prepared: list[Any] = []
-    for layer in before[::order]:
+    for layer in before:
         prepared.append(layer.forward(x, OF_X))
         if prepared[0] is None:  # something watches this pass, or traces it
-            return _apart(x, before, down, activation, order)
-    prepared = prepared[::order]
+            return _apart(x, before, down, activation)
     grad = torch.is_grad_enabled()
     summed = tuple(grad and of.bias is not None and of.bias.requires_grad for of in prepared)
     calls = [of.call for of in prepared]
@@ -123,13 +121,12 @@ def mlp(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Act
     return y if finish is None else laid_out_by_own(down, like, finish(y))
 
 
-def _apart(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Activation, order: int) -> Tensor:
+def _apart(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Activation) -> Tensor:
     """Compute the layers one after the other. A tensor among them keeps the others apart, and is refused here."""
     for name, layer in _named(before, down):
         if not isinstance(layer, nn.Module):
             raise TypeError(f"{name} is a {type(layer).__name__}: it is the layer itself, not its weight or its output")
-    outputs = [layer(x) for layer in before[::order]]
-    return down(activation.compute(*outputs[::order]))  # type: ignore[no-any-return]
+    return down(activation.compute(*(layer(x) for layer in before)))  # type: ignore[no-any-return]
 
 
 class SwiGLU(nn.Module):
