@@ -27,8 +27,6 @@ DTYPE = ("dtype", "torch_dtype")
 """The keys of the model's dtype: present releases of transformers write the first."""
 MOST = 64 << 20
 """The most bytes of a JSON file: the list of the tensors of a model is the largest."""
-OURS = "quantization_config"
-"""The key that a layout writes into the configuration; a key of the source model is not copied."""
 
 
 def configuration(model: nn.Module | None, base: Path | None) -> dict[str, Any]:
@@ -45,7 +43,7 @@ def configuration(model: nn.Module | None, base: Path | None) -> dict[str, Any]:
             data[next((key for key in DTYPE if key in data), DTYPE[0])] = _text(dtype)
     else:
         data = read_json(_own(base / CONFIG)) if base is not None and (base / CONFIG).is_file() else {}
-    data.pop(OURS, None)
+    data.pop("quantization_config", None)  # a layout writes its own
     return data
 
 

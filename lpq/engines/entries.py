@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -127,9 +127,15 @@ def is_quantized(recipe: Recipe | None) -> bool:
 
 
 def shared_layers(
-    recipes: Mapping[str, Recipe | None], tensors: Container[str], aliases: Mapping[str, str], tied: Container[str]
+    recipes: Mapping[str, Recipe | None], tensors: Collection[str], aliases: Mapping[str, str], tied: Container[str]
 ) -> list[str]:
-    """The layers whose recipe quantizes a weight that other modules have as well: engines get it in high precision."""
+    """The layers whose recipe quantizes a weight that other modules have as well: engines get it in high precision.
+    Refuse what engines would not find: adapters of PEFT, and weights that are none of the model's ``tensors``."""
+    if adapted := sorted({name.partition(".base_layer.")[0] for name in tensors if ".base_layer." in name}):
+        raise CheckpointError(
+            f"{listed(adapted)} have adapters beside their weights, which engines would not find: merge these first, "
+            "model = model.merge_and_unload(), and export that model"
+        )
     weights = {name: f"{name}.weight".lstrip(".") for name in sorted(recipes) if is_quantized(recipes[name])}
     if computed := [name for name, weight in weights.items() if weight not in tensors]:
         raise CheckpointError(

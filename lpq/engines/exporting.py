@@ -241,19 +241,14 @@ def _one_file(
 def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: CheckpointRanks) -> _Source:
     if isinstance(model, str | Path):
         saved = SavedCheckpoint(place(model, "model"), ranks)
-        notes = _notes(saved.stacks, saved.shared_layers())
-        return _Source(saved.entries(dtype), saved.unquantized, None, notes)
+        return _Source(saved.entries(dtype), saved.unquantized, None, _notes(saved.stacks, saved.shared_layers()))
     view = Model(model)
-    if adapted := [name for name, module in view.module.named_modules() if hasattr(module, "get_base_layer")]:
-        raise CheckpointError(
-            f"{listed(adapted)} have adapters beside their weights, which engines would not find: merge these first, "
-            "model = model.merge_and_unload()"
-        )
+    recipes = {name: layer.recipe for name, layer in view.layers()}
+    shared = shared_layers(recipes, view.tensors(), view.aliases(), view.tied())
     check_ties(view)
     experts = stacks(view.module)
-    recipes = {name: layer.recipe for name, layer in view.layers()}
-    notes = _notes(experts, shared_layers(recipes, view.tensors(), view.aliases(), view.tied()))
-    return _Source(entries(view, dtype, experts), partial(unquantized, view.module, stacks=experts), view.module, notes)
+    rest = partial(unquantized, view.module, stacks=experts)
+    return _Source(entries(view, dtype, experts), rest, view.module, _notes(experts, shared))
 
 
 def _notes(stacks: Stacks, shared: Sequence[str]) -> tuple[str, ...]:

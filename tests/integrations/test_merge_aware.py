@@ -85,10 +85,12 @@ def test_merging_keeps_what_merge_aware_adapters_learned(tmp_path: Path) -> None
 
 
 def test_adapters_beside_weights_are_not_exported(tmp_path: Path) -> None:
-    """Their names are none that an engine has, and what they learned would be lost."""
+    """Their names are none that an engine has, and what they learned would be lost. Nor is a checkpoint of them."""
     model = adapted(tmp_path / "base", False)
+    lpq.checkpoint.save(model, tmp_path / "run")
     for what in (
         lambda: lpq.export(model, tmp_path / "x", layout="modelopt"),
+        lambda: lpq.export(tmp_path / "run", tmp_path / "x", layout="modelopt"),
         lambda: lpq.export.stream(model, "modelopt"),
     ):
         with pytest.raises(CheckpointError, match=r"model\.up.* have adapters .*\.merge_and_unload\(\)"):
