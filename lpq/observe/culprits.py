@@ -102,7 +102,8 @@ class Culprits(Readable):
             remedy = "" if self.had_before else "pass before=, made where the step began; "
             lines.append(
                 f"the replay gave other gradients than the step: {remedy}bits differ where the step ran compiled, as a "
-                "replay runs eagerly, or added to gradients from before it"
+                "replay runs eagerly, or added to gradients from before it; where the closure takes another batch in "
+                "each call, all numbers here are of batches and not of formats"
             )
         if self.off_in_bf16 is not None:
             in_words = "in bf16 the step is off its course as well: no layer's format is the cause"
