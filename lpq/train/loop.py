@@ -191,13 +191,13 @@ def watching(trainer: Trainer, path: Path) -> Iterator[Callable[[], None]]:
     """Watch the numerics of a run, if it is to be. They are written whenever the function is called, and at the end,
     also of a run that fails."""
     watch = trainer.begin_watch()
-    if watch is None:
-        yield lambda: None
-        return
+    note: Callable[[], None] = (lambda: None) if watch is None else partial(watch.write, path)
+    if path.is_file():
+        trainer.team.first(note)  # of a resumed run: a broken one is refused before the next step
     try:
-        yield partial(watch.write, path)
+        yield note
     finally:
-        watch.write(path)
+        note()
 
 
 @contextmanager

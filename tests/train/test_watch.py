@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from lpq.observe import Readings
 from lpq.registry.errors import LpqError
 from lpq.train import run
 from lpq.train.errors import TrainOptionError
+from lpq.train.trainer import Trainer
 
 
 def test_a_run_is_watched_and_reported(
@@ -60,6 +63,21 @@ def test_a_run_is_asked_about_another_recipe(
         assert not (tmp_path / f"refused {index}").exists()
     with pytest.raises(TrainOptionError, match="what_if = 'nvfp4' is for the statistics of --watch: add --watch 100"):
         tiny(what_if="nvfp4")
+
+
+def test_readings_that_are_broken_are_refused_before_the_next_step(
+    tiny: MakeConfig, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not when the first checkpoint is due."""
+    config = tiny(watch=2, recipe="mxfp8", baseline=False)
+    folder = run(config, console).directory / "recipe"
+    shutil.rmtree(folder / "step-00000006")
+    (file := folder / "numerics.jsonl").write_text("{bad}\n" + file.read_text())
+    done, advance = [], Trainer.advance
+    monkeypatch.setattr(Trainer, "advance", lambda self: done.append(self.step) or advance(self))
+    with pytest.raises(LpqError, match=r"numerics\.jsonl, line 1: this is no reading"):
+        run(replace(config, resume=True), console)
+    assert done == []
 
 
 def test_a_report_without_a_run_asks_for_one(
