@@ -48,10 +48,10 @@ def computes(node: Any, returned: bool = True) -> bool:
 
 def sum_in_place(weight: Tensor, where: Accumulate) -> Tensor | None:
     """The tensor to which backward adds the gradient of the weight in place; None: there is no ``.grad`` yet, it is
-    sparse, as of an embedding with this weight, or the weight is computed, and its gradient goes on to what it is
-    computed of."""
-    if where == "grad":
-        so_far = weight.grad if weight.is_leaf else None
+    sparse, as of an embedding with this weight, the weight is computed, and its gradient goes on to what it is computed
+    of, or it was frozen since, and autograd drops its gradient."""
+    if where == "grad" or not weight.requires_grad:
+        so_far = weight.grad if weight.is_leaf and weight.requires_grad else None
         return None if so_far is not None and so_far.is_sparse else so_far
     into: Tensor | None = getattr(weight, "main_grad", None)
     if into is None:

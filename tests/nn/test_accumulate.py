@@ -245,3 +245,17 @@ def test_a_sparse_gradient_is_left_to_autograd() -> None:
         head(batch().float()).sum().backward()
         grads.append(embedding.weight.grad.to_dense())
     assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("where", ["grad", "main_grad"])
+def test_a_weight_that_was_frozen_since_forward_gets_no_gradient(where: Any) -> None:
+    """As of autograd, which looks at it when it would add."""
+    ordinary, ours = model(), summing(where)
+    for net in (ordinary, ours):
+        ordinary[0].weight.grad = torch.zeros_like(ordinary[0].weight)
+        y = loss(net, 0)
+        net[0].weight.requires_grad_(requires_grad=False)
+        y.backward()
+    assert not ordinary[0].weight.grad.any()
+    assert not getattr(ours[0].weight, where).any()
+    assert torch.equal(getattr(ours[2].weight, where).to(torch.bfloat16), ordinary[2].weight.grad)  # control
