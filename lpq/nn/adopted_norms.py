@@ -161,12 +161,12 @@ class _Asking(Trial):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
-        if self.parameters is None or any(args[0] is p for p in self.parameters):
+        if self.parameters is None or any(args[:1] and args[0] is p for p in self.parameters):
             return result
         if isinstance(result, torch.Size):
             return _LastOf(result)
         harmless = all(isinstance(value, Tensor | torch.dtype | torch.device) for value in tree_leaves(result))
-        self.asks |= not (harmless or (func is Tensor.size and args[1:] == (-1,)))
+        self.asks |= not (harmless or (func is Tensor.size and [*args[1:], *(kwargs or {}).values()] == [-1]))
         return result
 
 

@@ -164,6 +164,21 @@ def test_a_norm_that_decides_by_its_input_is_left_alone(decides: str) -> None:
     assert fused(net) == (["0.norm"] if decides == "nothing" else [])
 
 
+class ByName(Norm):
+    """It calls functions by the names of their arguments alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        high = x.float()
+        scale = high * torch.rsqrt(input=torch.mean(input=high.pow(2), dim=-1, keepdim=True) + self.eps)
+        return self.weight.view(x.size(dim=-1)) * scale.to(x.dtype)
+
+
+def test_a_norm_may_name_the_arguments_of_functions() -> None:
+    plain, net = pair(lambda: Behind(ByName("nothing")))
+    assert equal(step(net, rows(16)), step(plain, rows(16)))
+    assert fused(net) == ["0.norm"]
+
+
 class Values(NamedTuple):
     first: Tensor
     second: Tensor
