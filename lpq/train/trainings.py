@@ -119,6 +119,8 @@ def refuse_others(trainings: Sequence[Training], folder: Path, config: TrainConf
     """Raise an error if a training in ``folder`` had other settings than ``config``, or than the first one."""
     usual = shared(TrainConfig())
     every = [{**usual, **{k: tuple(v) if isinstance(v, list) else v for k, v in t.settings.items()}} for t in trainings]
+    if config is None:  # a recipe alone may have stored weights, and what a script notes beside the settings
+        every = [{k: settings[k] for k in usual.keys() - {"weights"}} for settings in every]
     settings_of_all = shared(config) if config is not None else every[0] if every else {}
     for training, settings in zip(trainings, every, strict=True):
         place = file_of(folder, training.title, training.seed)
@@ -171,4 +173,3 @@ def refuse_mixed(trainings: Sequence[Training], folder: Path) -> None:
     for training in trainings[:1]:
         refuse_other_text(trainings, training.text, folder)
         refuse_other_baseline(trainings, training.title, folder)
-    refuse_other_policies(trainings, {training.title: training.policy for training in trainings})

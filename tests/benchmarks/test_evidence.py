@@ -11,7 +11,7 @@ import lpq
 from benchmarks import evidence, widened
 from benchmarks.searched import STUDIES
 from lpq.registry import shipped
-from lpq.train import beside, gaps
+from lpq.train import beside, gaps, trainings
 
 FOUND = evidence.read()
 README = " ".join((evidence.DOCS.parent / "README.md").read_text(encoding="utf-8").split())
@@ -50,6 +50,11 @@ def test_no_seed_is_left_out(name: str) -> None:
         assert own == {*range(len(own))}, title
         assert own <= base, title
     assert len({t.text for t in FOUND[name]}) == 1
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_lpq_compare_has_a_table_of_the_stored_curves(name: str) -> None:
+    trainings.refuse_mixed(FOUND[name], evidence.CURVES / name)
 
 
 @pytest.mark.parametrize("name", FOUND)

@@ -12,9 +12,10 @@ from support.commands import Command
 
 from lpq.files.typed import fits
 from lpq.observe import NumericsError, Readings
+from lpq.train.config import TrainConfig
 from lpq.train.errors import TrainError
 from lpq.train.loop import records, step_seconds
-from lpq.train.trainings import Training, read_all, refuse_mixed
+from lpq.train.trainings import Training, read_all, refuse_mixed, refuse_others
 
 WHOLE: dict[str, Any] = {"step": 1, "layer": "a", "tensor": "x", "direction": "row", "format": "mxfp8", "snr_db": 30.0}
 
@@ -107,16 +108,15 @@ def test_a_curve_of_other_types_is_refused(
     ("change", "words"),
     [
         ({"settings": {"steps": 3, "batch": 1, "seq": 8, "data": ["a"]}}, "with steps = 3, and steps = 2 is of bf16: "),
-        ({"settings": {"steps": 2, "batch": 1, "seq": 8, "data": ["a"], "reset": 5}}, "reset = 5, and reset = None"),
+        ({"settings": {"steps": 2, "batch": 1, "seq": 8, "data": ["b"]}}, "with data = ('b',), and data = ('a',) is"),
         ({"text": "1"}, "was trained on another text"),
         ({"title": "fp32", "policy": ""}, "fp32-seed1.json is a baseline, and bf16 is, too"),
-        ({"seed": 1, "policy": "other"}, "nvfp4 is another recipe than the trainings that are there have"),
     ],
 )
 def test_trainings_of_several_comparisons_have_no_table(
     change: dict[str, Any], words: str, tmp_path: Path, lpq_command: Command
 ) -> None:
-    """Files that were copied together: the gaps would be of other lengths, texts, baselines or recipes."""
+    """Files that were copied together: the gaps would be of other lengths, texts or baselines."""
     for one in (curve(), curve("nvfp4"), curve(**{"title": "nvfp4", "seed": 1, **change})):
         one.write(tmp_path)
     ended = lpq_command("compare", "--out", tmp_path)
@@ -124,6 +124,16 @@ def test_trainings_of_several_comparisons_have_no_table(
     assert words in ended.err
     assert not (tmp_path / "table.md").exists()
     refuse_mixed([curve(), curve("nvfp4"), curve("nvfp4", seed=1)], tmp_path)
+
+
+def test_a_script_may_change_more_than_the_recipe(tmp_path: Path) -> None:
+    """As resets of stored weights do, and channels that are found anew for each seed."""
+    settings = {**curve().settings, "weights": "quantized", "reset": [0.1]}
+    refuse_mixed([curve(), *(curve("a", seed=seed, settings=settings, policy=f"{seed}") for seed in (0, 1))], tmp_path)
+    for name, value in (("weights", "quantized"), ("reset", [0.1])):  # lpq compare would make another one of that title
+        other = curve("nvfp4", settings={**curve().settings, name: value})
+        with pytest.raises(TrainError, match=f"with {name} = .*, and {name} = None is asked for"):
+            refuse_others([other], tmp_path, TrainConfig(steps=2, batch=1, seq=8, data=("a",)))
 
 
 def test_a_training_that_two_files_have_counts_in_neither(tmp_path: Path) -> None:
