@@ -192,8 +192,8 @@ def watching(trainer: Trainer, path: Path) -> Iterator[Callable[[], None]]:
     also of a run that fails."""
     watch = trainer.begin_watch()
     note: Callable[[], None] = (lambda: None) if watch is None else partial(watch.write, path)
-    if path.is_file():
-        trainer.team.first(note)  # of a resumed run: a broken one is refused before the next step
+    # The file of a resumed run, which the first rank has: a broken one is refused before the next step.
+    trainer.team.first(lambda: note() if path.is_file() else None)
     try:
         yield note
     finally:
