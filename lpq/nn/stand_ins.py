@@ -233,12 +233,11 @@ def changed(reads: Iterable[Read]) -> str | None:
 
 
 def numbers(count: int) -> list[Tensor]:
-    """Tensors of a few rows, wherever tensors are made by default."""
+    """Tensors of a few rows in fp32, wherever tensors are made by default. Their columns are of several sizes, and some
+    are zero, as functions differ that are alike for numbers of one size, such as a ReLU and one that ends at 20."""
     drawn = torch.Generator("cpu").manual_seed(0)
-    return [
-        torch.randn(1, 2, 64, generator=drawn, device="cpu", dtype=torch.float32).mul(4).bfloat16()
-        for _ in range(count)
-    ]
+    sizes = torch.tensor([4.0, 4.0, 4.0, 0.0, 1e-4, 4.0, 1e4, 4.0] * 8, device="cpu", dtype=torch.float32)
+    return [torch.randn(1, 2, 64, generator=drawn, device="cpu", dtype=torch.float32).mul(sizes) for _ in range(count)]
 
 
 def _random_states() -> bytes:

@@ -4,6 +4,7 @@ forward decides by what a first trial does not show."""
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -330,3 +331,33 @@ def test_a_trial_leaves_no_trace_in_what_an_attribute_holds() -> None:
     net(rows(16))
     assert (layer.counter.passes, layer.counter.by_name, layer.lists) == (1, {"all": {"passes": 1}}, [[0, 1]])
     assert len(Counting.counters) == 1
+
+
+class NewGelu(nn.Module):
+    """A GELU by tanh as transformers has it for GPT-2, with a constant of its own."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + self.factor * torch.pow(x, 3.0))))
+
+
+@pytest.mark.parametrize(
+    ("act", "known"),
+    [
+        (nn.ReLU(), True), (nn.Hardtanh(0.0, 20.0), False), (nn.Softplus(beta=1e6), False),
+        (NewGelu(0.044715), True), (NewGelu(0.04471), False),
+    ],
+)  # fmt: skip
+def test_an_activation_that_is_almost_one_that_lpq_knows(act: nn.Module, known: bool) -> None:
+    def block() -> nn.Module:
+        made = Block()
+        made.act_fn = act
+        return made
+
+    plain, net = pair(block)
+    x = torch.cat([rows(64) * 100, rows(64), rows(1) * 0])
+    assert equal(step(net, x), step(plain, x))
+    assert bool(fused(net)) == known
