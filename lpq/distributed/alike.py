@@ -34,6 +34,8 @@ REMEDY = "Build, convert and share out the model, and call lpq.set_step, alike o
 class SharedLayer(Protocol):
     """A layer, as far as ranks change it together."""
 
+    bias: Any
+
     @property
     def title(self) -> str:
         """The name of the layer in messages."""

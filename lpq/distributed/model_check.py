@@ -45,9 +45,8 @@ class PassInput(NamedTuple):
     """The dtype of the output, which under autocast is another one."""
     placements: Any
     """The placements on the mesh, if the input is a DTensor; ``shape`` is then the global shape."""
-    dx: bool
-    dw: bool
-    """Whether the input and the weight get gradients."""
+    gets: tuple[bool, ...]
+    """Whether the input, the weight and the bias get gradients."""
     encoded: str | None
     """How the input is encoded, if it arrives so."""
     joined: bool
@@ -58,8 +57,8 @@ class PassInput(NamedTuple):
 
     def __str__(self) -> str:
         over = "" if self.placements is None else f" over the mesh as {self.placements}"
-        named = zip(("its input", "its weight"), (self.dx, self.dw), strict=True)
-        trained = " and ".join(name for name, gets in named if gets) or "neither"
+        named = zip(("its input", "its weight", "its bias"), self.gets, strict=True)
+        trained = " and ".join(name for name, gets in named if gets) or "nothing"
         how = "" if self.encoded is None else f" encoded as {self.encoded}"
         within = ", in a fused block" if self.joined else ""
         cast = "" if self.result == self.dtype else f", an output of {self.result}"
@@ -178,9 +177,9 @@ class ModelCheck(Watcher):
         refusal: Exception | None = None
         try:
             placements = input.placements if isinstance(input, DTensor) else None
-            dx, dw = grad and input.requires_grad, grad and weight.requires_grad
+            gets = tuple([grad and t is not None and t.requires_grad for t in (input, weight, layer.bias)])
             shape, dtype, layout, device = input.shape, input.dtype, input.layout, input.device
-            facts = PassInput(mesh, shape, dtype, result, placements, dx, dw, encoded, joined, layout, device)
+            facts = PassInput(mesh, shape, dtype, result, placements, gets, encoded, joined, layout, device)
         except RuntimeError:
             pass  # it has no shape: check says so
         due = passes.moving and passes.first() is layer

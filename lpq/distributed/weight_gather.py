@@ -309,8 +309,8 @@ class Gather:
         """Make the tensors that gathers fill."""
         if self.site.reshards_to_fewer_ranks:
             raise ValueError(
-                "fully_shard(reshard_after_forward=…) with a number of ranks: FSDP2 supports that for ordinary "
-                "parameters only, and these are gathered quantized; use True or False"
+                f"{self.layer.title}: fully_shard(reshard_after_forward=…) with a number of ranks: FSDP2 supports that "
+                "for ordinary parameters only, and this weight is gathered quantized; use True or False"
             )
         self.site.forget()
         self.made_for, self.operands, self._state_stats, self._recall = (sides, dtype), None, [], None

@@ -315,5 +315,7 @@ def test_four_ranks(rank: int) -> None:
     for weights in ("high_precision", "quantized"):
         net = lpq.convert(_layers(), "fp8-current", weights=weights)
         fully_shard(net, reshard_after_forward=2)
-        with pytest.raises(ValueError, match=r"reshard_after_forward=…\) with a number of ranks.*use True or False"):
+        with pytest.raises(
+            ValueError, match=r"layer \S+, .*reshard_after_forward=…\) with a number of ranks.*use True or False"
+        ):
             net(torch.randn(32, 64))

@@ -84,7 +84,9 @@ def test_other_parts(rank: int) -> None:
     refused(lambda: model(other), "torch.float32, ", "torch.bfloat16, ", begins=begins)
     refused(lambda: model(X.clone().requires_grad_(rank == 1)), "of its input and its weight", begins=begins)
     with torch.autocast("cpu", torch.bfloat16, enabled=rank == 1):  # the sums of a first row-wise layer would not fit
-        refused(lambda: model(X), ", gradients of its weight, an output of torch.bfloat16]", begins=begins)
+        refused(lambda: model(X), "its weight and its bias, an output of torch.bfloat16]", begins=begins)
+    model[2].bias.requires_grad_(rank == 1)  # whose gradient the ranks would sum
+    refused(lambda: model(X), "its weight]", "its weight and its bias]", begins=begins)
 
 
 @on_ranks(2)
