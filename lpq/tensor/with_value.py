@@ -78,7 +78,7 @@ class WithValue(QuantizedTensor):
             same.beside = t.beside
             return same
         if schema_of(func).is_mutable:
-            into = args[0], (kwargs or {}).get("out")
+            into = kwargs["out"] if kwargs and "out" in kwargs else args[0]
             if any(isinstance(t, WithValue) for t in tree_leaves(into)):
                 raise TypeError(f"{func} would write to the output of a norm that encodes it, and layers {FORMER}")
         args, kwargs = tree_map(_value, args), tree_map(_value, kwargs or {})

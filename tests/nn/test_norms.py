@@ -344,6 +344,16 @@ def test_what_others_write_to_the_output_reaches_no_operand(recipe: str) -> None
     assert equal(grads[:1], grads[1:])
 
 
+def test_an_operator_that_writes_elsewhere_may_read_the_output() -> None:
+    plain, fused = pair("mxfp8")
+    with torch.no_grad():
+        y = fused.norm(given())
+        into = torch.full_like(given(), torch.nan)
+        assert torch.equal(torch.mul(y, 2, out=into), 2 * plain.norm(given()))
+        with pytest.raises(TypeError, match="would write to the output of a norm"):
+            torch.mul(into, 2, out=y)
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda y: pickle.loads(pickle.dumps(y))])
 def test_a_copy_of_the_output_is_the_output_and_not_what_its_codes_decode_to(copied: Any) -> None:
     plain, fused = pair("mxfp8")
