@@ -20,12 +20,12 @@ from lpq.registry.showing import brief, listed, pip
 VERSION = 2
 """The version of a checkpoint: from 2 on it has an ``index.json``. One of a later version is refused, in words."""
 FIELDS: dict[str, tuple[type, ...]] = {
-    "version": (int,), "step": (int, type(None)), "conversions": (dict,), "recipes": (dict,),
-    "memories": (list, tuple), "quantized": (dict,), "formats": (dict,), "stored": (list, tuple),
-    "stacks": (dict, type(None)), "renamed": (dict,), "aliases": (dict,), "tied": (list, tuple),
+    "version": (int,), "step": (int, type(None)), "conversions": (dict,), "recipes": (dict,), "quantized": (dict,),
+    "memories": (list, tuple), "formats": (dict,), "stored": (list, tuple), "stacks": (dict, type(None)),
+    "renamed": (dict,), "aliases": (dict,), "tied": (list, tuple), "transposed": (list, tuple),
 }  # fmt: skip
 """The type that each field of a description has in a file."""
-LATER: dict[str, Any] = {"stacks": None, "renamed": {}, "aliases": {}, "tied": ()}
+LATER: dict[str, Any] = {"stacks": None, "renamed": {}, "aliases": {}, "tied": (), "transposed": ()}
 """The fields that earlier releases did not write, as if they had."""
 ENTRY: dict[str, tuple[type, ...]] = {"quantizer": (str,), "shape": (list,), "dtype": (str,), "operands": (dict,)}
 """The type of each field that describes a quantized tensor."""
@@ -64,6 +64,8 @@ class Description:
     """For each further name of a tensor, its first name."""
     tied: tuple[str, ...] = ()
     """The first names of parameters that several modules have."""
+    transposed: tuple[str, ...] = ()
+    """The layers that hold their weight as ``[in, out]``."""
     version: int = VERSION
 
     def data(self) -> dict[str, Any]:
@@ -99,14 +101,15 @@ class Description:
         stacks: Mapping[str, Any] = data["stacks"] or {}
         for name, stack in stacks.items():
             check_fields(f"its description (lpq) of the experts {tensor_name(str(name))}", stack, STACK)
-        texts = [*data["memories"], *data["stored"], *data["tied"]]
+        tuples = ("memories", "stored", "tied", "transposed")
+        texts = [text for name in tuples for text in data[name]]
         texts += [*data["renamed"].values(), *data["aliases"].values()]
         texts += [recipe for recipe in data["recipes"].values() if recipe is not None]
         texts += [layer for stack in stacks.values() for layer in stack["layers"] or ()]
         if wrong := [text for text in texts if not isinstance(text, str)]:
             raise CheckpointError(f"its description (lpq) has {brief(wrong[0])} where a text should be: {WRITE}")
         values = {name: data[name] for name in FIELDS}
-        return cls(**{**values, **{name: tuple(data[name]) for name in ("memories", "stored", "tied")}})
+        return cls(**{**values, **{name: tuple(data[name]) for name in tuples}})
 
     def require(self, formats: Iterable[str]) -> None:
         """Make sure that these formats are installed; the error names the package that brings a missing one."""

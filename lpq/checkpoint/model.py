@@ -143,6 +143,7 @@ class Model:
             stored=tuple(sorted(stored)),
             aliases=self.aliases(),
             tied=tuple(self.tied()),
+            transposed=tuple(name for name, layer in self.layers() if layer.transposed),
             **self._names_in_files(),
         )
 

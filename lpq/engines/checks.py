@@ -19,6 +19,7 @@ NO_POWER = 255
 
 def check_value(name: str, part: Part, value: Tensor) -> None:
     """Refuse a tensor of a quantized layer that engines cannot compute with. It needs no copy in high precision."""
+    wrong = False
     if part.holds == "exponents":
         wrong = bool((value.view(torch.uint8) == NO_POWER).any())
     elif part.holds == "codes" and value.dtype == torch.float8_e4m3fn:
@@ -26,8 +27,6 @@ def check_value(name: str, part: Part, value: Tensor) -> None:
         wrong = bool(torch.stack([((piece & NAN) == NAN).any() for piece in pieces]).any())
     elif part.holds in ("scales", "value"):
         wrong = not bool(torch.isfinite(value.float()).all())
-    else:
-        wrong = False
     if part.holds == "scales" and bool((value.float() < 0).any()):
         raise CheckpointError(f"{name} has scales below 0, which no format has: the file was changed")
     if wrong:

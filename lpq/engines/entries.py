@@ -115,8 +115,7 @@ class FileEntry:
     def values(self, pieces: Pieces) -> Tensor:
         """The tensor in high precision."""
         if self.stored is None:
-            whole = pieces[""]
-            return (whole if self.part is None else whole[slice(*self.part[:2])]).to(self.dtype)
+            return (pieces[""] if self.part is None else pieces[""][slice(*self.part[:2])]).to(self.dtype)
         operand = self.operand(pieces)
         return QuantizedTensor(operand, None, operand.quantizer, self.shape, self.dtype).dequantize()
 

@@ -241,17 +241,18 @@ def _one_file(
 def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: CheckpointRanks) -> _Source:
     if isinstance(model, str | Path):
         saved = SavedCheckpoint(place(model, "model"), ranks)
-        return _Source(saved.entries(dtype), saved.unquantized, None, _notes(saved.stacks, saved.shared_layers()))
+        notes = _notes(saved.stacks, saved.shared_layers(), saved.transposed)
+        return _Source(saved.entries(dtype), saved.unquantized, None, notes)
     view = Model(model)
     recipes = {name: layer.recipe for name, layer in view.layers()}
     shared = shared_layers(recipes, view.tensors(), view.aliases(), view.tied())
     check_ties(view)
     experts = stacks(view.module)
-    rest = partial(unquantized, view.module, stacks=experts)
-    return _Source(entries(view, dtype, experts), rest, view.module, _notes(experts, shared))
+    notes = _notes(experts, shared, [name for name, layer in view.layers() if layer.transposed])
+    return _Source(entries(view, dtype, experts), partial(unquantized, view.module, stacks=experts), view.module, notes)
 
 
-def _notes(stacks: Stacks, shared: Sequence[str]) -> tuple[str, ...]:
+def _notes(stacks: Stacks, shared: Sequence[str], transposed: Sequence[str]) -> tuple[str, ...]:
     """Remarks about what stays in high precision though it is trained quantized."""
     experts = [name for name, trained in left_modules(stacks).items() if trained]
     notes = {
@@ -259,6 +260,8 @@ def _notes(stacks: Stacks, shared: Sequence[str]) -> tuple[str, ...]:
         "that are transposed, interleaved or with biases, or that transformers has in one tensor in files": experts,
         f"the weights of {listed(shared)} belong to other modules as well, and are written once, in high precision: "
         "training multiplies their codes": shared,
+        f"the weights of {listed(transposed)} are [in, out], and are written in high precision: engines read quantized "
+        "weights as [out, in]": transposed,
     }
     return tuple(note for note, names in notes.items() if names)
 

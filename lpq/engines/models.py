@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.model import PREFIX, Model
 from lpq.checkpoint.tensors import here, parts, whole
-from lpq.engines.entries import FileEntry, Multiplied, Pieces, Stored
+from lpq.engines.entries import FileEntry, Multiplied, Pieces, Stored, is_quantized
 from lpq.engines.experts import Stacks, left_modules, split, states_of
 from lpq.engines.intended import stored_side
 from lpq.nn import Layer
@@ -95,15 +95,9 @@ def unquantized(model: nn.Module, quantized: set[str], stacks: Stacks) -> Iterat
 
 def _multiplied(name: str, layer: Layer, local: Tensor, amaxes: Mapping[str, Tensor]) -> Multiplied | None:
     recipe = layer.recipe
-    if recipe is None or (recipe.w.side("row").plain and not isinstance(local, QuantizedTensor)):
+    is_matrix = local.dim() == 2 and not layer.transposed  # else experts in one tensor, see lpq.engines.experts
+    if recipe is None or not is_matrix or not (is_quantized(recipe) or isinstance(local, QuantizedTensor)):
         return None
-    if local.dim() > 2:  # experts in one tensor, see lpq.engines.experts
-        return None
-    if layer.transposed:
-        raise CheckpointError(
-            f"{name} ({layer.kind}) holds its weight as [in, out], and engines read quantized weights as [out, in]: "
-            "keep it in high precision, leave=[…]"
-        )
     return Multiplied.by(recipe, name, states_of(layer), amaxes.get(name))
 
 

@@ -133,11 +133,10 @@ def planned(
             key = id(tensor.scheme), tensor.inputs.quantizer if tensor.inputs is not None else None
             places.setdefault(key, (tensor.scheme, tensor.inputs, []))[2].append(tensor.layer)
     if not places:
-        raise CheckpointError("no layer has a quantized weight: convert the model with a recipe first, lpq.convert")
+        raise CheckpointError("no layer has a quantized weight of [out, in]: convert the model first, lpq.convert")
     groups = tuple(Group(scheme, inputs, tuple(layers)) for scheme, inputs, layers in places.values())
-    layers = {layer for group in groups for layer in group.layers}
     apart = [t.layer for t in assigned if t.entry.layer is not None and t.scheme is None]
-    left = tuple(dict.fromkeys([*linear(layers), *apart]))
+    left = tuple(dict.fromkeys([*linear({layer for group in groups for layer in group.layers}), *apart]))
     check_alike(groups, left, siblings)
     high = {t.layer: t.entry.layer.x for t in assigned if t.scheme is not None and t.inputs is None and t.entry.layer}
     changed = [layer for layer, x in high.items() if x is not None]

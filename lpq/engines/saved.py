@@ -32,6 +32,7 @@ class SavedCheckpoint:
         """All ranks call it, and find the same one."""
         checkpoint = find(path, ranks)
         self._description = description = read(checkpoint)[0].description
+        self.transposed = description.transposed
         description.require(description.formats)
         self._reader = CheckpointReader(checkpoint.path, checkpoint.sizes)
         saved = self._reader.saved().items()
@@ -129,7 +130,7 @@ class SavedCheckpoint:
     def _layer(self, name: str) -> Multiplied | None:
         layer, _, leaf = name.rpartition(".")
         recipe = self._recipes.get(layer) if leaf == "weight" and name not in self._description.tied else None
-        if recipe is None or not (name in self._quantized or is_quantized(recipe)):
+        if recipe is None or layer in self.transposed or not (name in self._quantized or is_quantized(recipe)):
             return None
         return Multiplied.by(recipe, layer, self._memories(layer))
 

@@ -459,3 +459,21 @@ def test_a_layer_whose_weight_is_computed_is_refused_and_not_left_out(how: str, 
     assert {"up.weight", "up.weight_scale"} <= tensors(tmp_path / "x").keys()
     left = {"rules": [{"match": "up", "recipe": "skip"}, {"match": "down", "recipe": "fp8-row"}]}
     assert "up" in lpq.export(build(left), tmp_path / "y").left
+
+
+def test_layers_of_in_by_out_stay_in_high_precision_and_that_is_said(tmp_path: Path) -> None:
+    """Of a model as of its checkpoint, also a square one; engines would take rows for columns."""
+    utils: Any = pytest.importorskip("transformers.pytorch_utils")
+    torch.manual_seed(0)
+    net: Any = nn.ModuleDict({"c": utils.Conv1D(64, 64), "up": nn.Linear(64, 64)})
+    lpq.checkpoint.save(lpq.convert(net, "fp8-row"), tmp_path / "run")
+    assert net["c"].recipe == net["up"].recipe
+    for number, source in enumerate((net, tmp_path / "run")):
+        made = lpq.export(source, tmp_path / f"{number}")
+        assert "c" in made.left
+        assert any(note.startswith("the weights of c are [in, out]") for note in made.notes)
+        found = tensors(made.path)
+        assert torch.equal(found["c.weight"], net["c"].weight)
+        assert {"up.weight_scale"} == {name for name in found if "scale" in name}
+    with pytest.raises(CheckpointError, match=r"no layer has a quantized weight of \[out, in\]"):
+        lpq.export(lpq.convert(nn.Sequential(utils.Conv1D(64, 64)), "fp8-row"), tmp_path / "x")
