@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -13,13 +14,24 @@ from lpq.registry.showing import brief, listed
 T = TypeVar("T")
 NAMES = {int: "whole number", float: "number", str: "string", bool: "boolean"}
 """The types of plain values as people name them."""
+PLAIN: dict[Any, frozenset[type]] = {
+    int: frozenset({int}), float: frozenset({int, float}), str: frozenset({str}), bool: frozenset({bool}),
+    NoneType: frozenset({NoneType}),
+}  # fmt: skip
+"""The types that values of a plain type have in a file."""
 
 
 def typed(kind: type[T], table: Any) -> T:
     """The dataclass of this ``kind`` with the values of a table."""
-    own: Any = kind  # a dataclass
-    check_table(table, get_type_hints(kind), [f.name for f in fields(own) if f.default is MISSING])
+    hashable: Any = kind
+    check_table(table, *_declared(hashable))
     return kind(**table)
+
+
+@cache
+def _declared(kind: Any) -> tuple[dict[str, Any], list[str]]:
+    """The types of a dataclass's fields, and the fields that have no default. A file has many lines of one class."""
+    return get_type_hints(kind), [f.name for f in fields(kind) if f.default is MISSING]
 
 
 def check_table(table: object, kinds: Mapping[str, Any], needed: Collection[str] = (), *, others: bool = False) -> None:
@@ -38,19 +50,22 @@ def check_table(table: object, kinds: Mapping[str, Any], needed: Collection[str]
 
 def fits(kind: Any, value: object) -> bool:
     """Whether a file's value is of a type. A whole number is a number, and tuples and sequences are lists."""
+    if kind in PLAIN:
+        return type(value) in PLAIN[kind]
     origin, own = get_origin(kind), get_args(kind)
     if origin is UnionType:
         return any(fits(one, value) for one in own)
     if origin in (tuple, Sequence):
         if not isinstance(value, list):
             return False
-        kinds = own[:1] * len(value) if origin is Sequence or own[-1] is ... else own
-        return len(value) == len(kinds) and all(map(fits, kinds, value))
+        if origin is tuple and own[-1] is not ...:
+            return len(value) == len(own) and all(map(fits, own, value))
+        if own[0] in PLAIN:  # of thousands of losses
+            return PLAIN[own[0]].issuperset(map(type, value))
+        return all(fits(own[0], one) for one in value)
     if origin is Literal:
         return value in own
-    if origin is Mapping:
-        return isinstance(value, dict)
-    return type(value) in ((int, float) if kind is float else (kind,))
+    return isinstance(value, dict)
 
 
 def _in_words(kind: Any) -> str:
