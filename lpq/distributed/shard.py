@@ -20,7 +20,6 @@ from lpq.tensor.fsdp_protocol import Gathered
 from lpq.tensor.inference import normal_tensors
 from lpq.tensor.quantized_tensor import REMEDY, Writes
 from lpq.tensor.rebuilt import set_attributes
-from lpq.torch_private.dispatch import schema_of
 from lpq.torch_private.dtensor import dtensor_as
 from lpq.torch_private.operators import pin_memory, to_copy
 from lpq.torch_private.pytree import tree_map_only
@@ -88,10 +87,9 @@ class WeightShard(Gathered, Tensor):
         args = [_unwrapped(value, shards) for value in args]
         kwargs = {name: _unwrapped(value, shards) for name, value in (kwargs or {}).items()}
         result = func(*args, **kwargs)
-        if schema_of(func).is_mutable:
-            for value in written(func, args, kwargs):
-                if id(value) in shards:
-                    touched(shards[id(value)])  # torch counts no write to a tensor in a list
+        for value in written(func, args, kwargs):
+            if id(value) in shards:
+                touched(shards[id(value)])  # torch counts no write to a tensor in a list
         if func.is_view:  # a write to it is a write to the weight
             (whole,) = shards.values()
             return tree_map_only(Tensor, lambda view: WeightShard(view, whole.writes), result)

@@ -261,7 +261,6 @@ class Layer(WeightedLayer):
                 assert row is not None
                 buffers = row.tensors(), () if col is None else col.tensors()
         stamp, storage = write_stamp(self.weight), self.weight.detach()
-        stats = [] if state is None else stats
         self.passes.held_weight = HeldWeight(*buffers, self.weight, plan.w, stamp, storage, stats)
 
     def release_weight(self) -> None:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from lpq.nn.weighted_layer import WeightedLayer
+from lpq.operations.states import State
 from lpq.torch_private import autograd
 from lpq.torch_private.dispatch import without_modes
 from lpq.torch_private.tensors import version_of
-
-States = Mapping[str, Mapping[str, Tensor]]
 
 
 def check(layer: WeightedLayer) -> None:
@@ -33,7 +32,7 @@ def check(layer: WeightedLayer) -> None:
     )
 
 
-def counts_to_save(states: States) -> Tensor | None:
+def counts_to_save(states: Mapping[str, State]) -> Tensor | None:
     """The write counts of the states that a run reads, to be saved among its tensors; None if it is not recomputed."""
     if torch.compiler.is_compiling() or autograd.hooks_that_save() is None:
         return None
@@ -52,7 +51,7 @@ def compare(title: str, before: list[int], saved: Tensor) -> None:
         )
 
 
-def _counts(states: States) -> list[int]:
+def _counts(states: Mapping[str, State]) -> list[int]:
     """The write count of each state that forward reads."""
     memories = [memory for tensor in ("x", "w") if tensor in states for memory in states[tensor].values()]
     return [0 if memory.is_inference() else version_of(memory) for memory in memories]

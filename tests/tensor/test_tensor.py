@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -204,3 +205,39 @@ def test_the_warning_of_a_decoded_operator_says_that_its_remedy_has_no_gradient(
         weight.square().sum().backward()
     assert weight.grad is not None
     assert not weight.dequantize().requires_grad
+
+
+OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "to": lambda t: t.to(torch.bfloat16), "cpu": lambda t: t.cpu(), "T": lambda t: t.T,
+    "flatten": lambda t: t.flatten(), "narrow": lambda t: t.narrow(0, 0, 32), "chunk": lambda t: t.chunk(2)[0],
+    "vstack": lambda t: torch.vstack([t, t]), "a part": lambda t: t[3:5, 1:7],
+    "select": lambda t: t[3], "expand": lambda t: t.expand(2, 64, 96), "product": lambda t: t @ torch.ones(96, 2),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::lpq.tensor.quantized_tensor.PrecisionWarning")
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_under_inference_mode_is_the_one_outside(name: str) -> None:
+    """There torch does not take apart operators that are made of others: ``to`` decoded, and ``narrow`` raised."""
+    t, run = lpq.quantizer("mxfp8").quantize(torch.randn(64, 96)), OPERATORS[name]
+    expected = run(t)
+    with torch.inference_mode():
+        found = run(t)
+        assert (type(found), found.dtype, found.shape) == (type(expected), expected.dtype, expected.shape)
+        values = [o.dequantize() if isinstance(o, QuantizedTensor) else o for o in (found, expected)]
+        assert torch.equal(*values)
+    assert values[0].any()
+
+
+@pytest.mark.parametrize("weights", ["high_precision", "quantized"])
+def test_a_prepared_weight_that_is_cast_under_inference_mode_stays_prepared(
+    weights: Literal["high_precision", "quantized"],
+) -> None:
+    """A stored one was refused, as if it could be in no other dtype."""
+    model = lpq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8", weights=weights)
+    kind = type(model[0].weight)
+    with torch.inference_mode():
+        model.bfloat16()
+        assert model(torch.ones(4, 64, dtype=torch.bfloat16)).any()
+    assert type(model[0].weight) is kind
+    assert model[0].weight.dtype == torch.bfloat16
