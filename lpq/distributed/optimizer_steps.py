@@ -89,7 +89,7 @@ class Steps:
         """An optimizer, with all watchers that it concerns by now."""
         if not self._watchers:
             return _Look(weakref.ref(optimizer), [])
-        params = [number for group in optimizer.param_groups for number in map(id, group["params"])]
+        params = _ids(optimizer)
         look = self._last_look(optimizer)
         if look is None or look.params != params:
             look = _Look(weakref.ref(optimizer), params)
@@ -152,7 +152,11 @@ class Steps:
 def _of_this_rank(optimizer: Optimizer) -> Optimizer | None:
     """The optimizer that steps this rank's share of the parameters, as ZeroRedundancyOptimizer has one."""
     own = vars(optimizer).get("optim")
-    return own if isinstance(own, Optimizer) else None
+    return own if isinstance(own, Optimizer) and {*_ids(own)} <= {*_ids(optimizer)} else None
+
+
+def _ids(optimizer: Optimizer) -> list[int]:
+    return [number for group in optimizer.param_groups for number in map(id, group["params"])]
 
 
 def _live(watchers: Iterable[weakref.ref[Watcher]]) -> list[Watcher]:

@@ -14,7 +14,7 @@ from support.comparing import equal
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
 import lpq
 from lpq.observe.collectives import collectives
@@ -97,6 +97,29 @@ def test_ranks_that_share_out_an_optimizer_remember_alike(rank: int) -> None:
         assert _agree(net)
         largest = [torch.stack(each).amax(0) for each in zip(*seen, strict=True)]
         assert equal([buffer for name, buffer in net.named_buffers() if "history" in name], largest)
+
+
+class _WithAnother(Optimizer):
+    """An optimizer that has another one step the parameters that it does not step itself."""
+
+    def __init__(self, own: list[Tensor], others: list[Tensor]) -> None:
+        super().__init__(own, {})
+        self.optim = SGD(others, lr=0.1)
+
+    def step(self) -> None:  # type: ignore[override]
+        self.optim.step()
+
+
+@on_ranks(2)
+def test_an_optimizer_that_has_others_step_other_parameters(rank: int) -> None:
+    """Its step is no step of theirs."""
+    net: Any = _replicated(_net())
+    first, *others = net.parameters()
+    optimizer = _WithAnother([first], others)
+    for number in range(2):
+        net(_batch(rank, number)).square().mean().backward()
+        optimizer.step()
+        assert _agree(net)
 
 
 @on_ranks(2)
