@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lpq.distributed.alike import converted
 from lpq.distributed.replicas import Replicas
-from lpq.operations.reduce_statistics import Owners, Reductions
+from lpq.operations.reduce_statistics import Reductions
 from lpq.torch_private import fsdp
 from lpq.torch_private.tensors import local_part
 
@@ -52,7 +52,7 @@ class Memories:
         frozen: no optimizer has it. Return whether there are any that ranks share."""
         params = {id(param) for group in optimizer.param_groups for param in group["params"]}
         over: dict[int, list[ProcessGroup]] = {}
-        by_group: dict[ProcessGroup, tuple[list[Tensor], list[Owners]]] = {}
+        shared = False
         for ref, weight, mesh in self._layers:
             layer: Any = ref()
             if layer is None or (weight.requires_grad and id(weight) not in params):
@@ -66,9 +66,6 @@ class Memories:
             if mesh not in over and isinstance(weight, DTensor):
                 over[mesh] = weight.device_mesh.get_all_groups()
             for group in over[mesh] if mesh else self._replicas.of([weight]):
-                values, owners = by_group.setdefault(group, ([], []))
-                values += states
-                owners += [(layer,)] * len(states)
-        for group, (values, owners) in by_group.items():
-            reductions.add(values, group, owners)
-        return any(group.size() > 1 for group in by_group)
+                reductions.add(states, group, [(layer,)] * len(states))
+                shared = shared or group.size() > 1
+        return shared

@@ -9,14 +9,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from threading import Lock
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lpq.distributed.step_check import compare_reductions
+from lpq.distributed.step_check import Reduced
 from lpq.operations.reduce_statistics import Reductions
 
 
@@ -52,8 +52,7 @@ class _Look:
     last: int = -1
     """The number of the last watcher that was asked."""
     concerned: list[weakref.ref[Watcher]] = field(default_factory=list)
-    reduced: Mapping[tuple[object, ...], list[int]] = field(default_factory=dict)
-    """The numbers of values that were reduced after its last step, by the ranks and the device."""
+    reduced: Reduced = field(default_factory=Reduced)
     is_done: bool = False
     """Whether the watchers have been called for its present step already."""
 
@@ -92,7 +91,8 @@ class Steps:
         params = _ids(optimizer)
         look = self._last_look(optimizer)
         if look is None or look.params != params:
-            look = _Look(weakref.ref(optimizer), params)
+            known = look.reduced.texts if look is not None else {}
+            look = _Look(weakref.ref(optimizer), params, reduced=Reduced(known))
             alive = {number: other for number, other in [*self._looks.items()] if other.optimizer() is not None}
             self._looks = {**alive, id(optimizer): look}
         if look.last != (last := self._last):
@@ -133,7 +133,7 @@ class Steps:
         """Return the reductions of all watchers after the step of this optimizer. An optimizer that calls this runs
         them with its own, as its step ends."""
         look = self._look(optimizer)
-        reductions = Reductions(partial(compare_reductions, look) if look.concerned else None)
+        reductions = Reductions(look.reduced.compare if look.concerned else None)
         for watcher in _live(look.concerned):
             watcher.after_step(optimizer, reductions)
         look.is_done = True

@@ -6,8 +6,7 @@ on one rank, or in another order, values of different layers would be mixed in s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from lpq.distributed.alike import compare_in_store
 from lpq.distributed.ranks import Ranks
@@ -22,22 +21,25 @@ WAITING = (
 )
 
 
-class Compared(Protocol):
-    """An optimizer, as far as ranks have compared it."""
+@dataclass
+class Reduced:
+    """The values that an optimizer's last step had reduced, as this rank has compared them with the others."""
 
-    reduced: Mapping[tuple[object, ...], list[int]]
-    """The numbers of values that were reduced last, by the ranks and the device."""
+    texts: dict[tuple[int, ...], list[str]] = field(default_factory=dict)
+    """The layers of each value, by the ranks."""
+    sizes: dict[tuple[object, ...], list[int]] = field(default_factory=dict)
+    """The numbers of values, by the ranks and the device; none where the optimizer has other parameters since."""
 
-
-def compare_reductions(optimizer: Compared, parts: Parts) -> None:
-    """Raise on all ranks that reduce values together unless all have values of the same layers in the same order.
-    Nothing is compared while their numbers are as in the last step."""
-    sizes = {key: [value.numel() for _, value in part] for key, (_, part) in parts.items()}
-    if sizes == optimizer.reduced:
-        return
-    by_ranks: dict[tuple[int, ...], tuple[Ranks, list[str]]] = {}
-    for (_, ranks, device), (group, part) in sorted(parts.items(), key=lambda one: (one[0][1], one[0][0])):
-        texts = by_ranks.setdefault(ranks, (Ranks(group, device=device), []))[1]
-        texts += [f"{value.numel()} statistics of {listed([one.title for one in own])}" for own, value in part]
-    compare_in_store(by_ranks.values(), "reductions", (DIFFER, REMEDY, WAITING))
-    optimizer.reduced = sizes
+    def compare(self, parts: Parts) -> None:
+        """Raise on all ranks that reduce values together unless all have values of the same layers in the same order.
+        Ranks compare nothing while all is as in the last step: others of them may see no change elsewhere."""
+        sizes = {key: [value.numel() for _, value in part] for key, (_, part) in parts.items()}
+        if sizes == self.sizes:
+            return
+        by_ranks: dict[tuple[int, ...], tuple[Ranks, list[str]]] = {}
+        for (_, ranks, device), (group, part) in sorted(parts.items(), key=lambda one: (one[0][1], one[0][0])):
+            texts = by_ranks.setdefault(ranks, (Ranks(group, device=device), []))[1]
+            texts += [f"{value.numel()} statistics of {listed([one.title for one in own])}" for own, value in part]
+        changed = [pair for ranks, pair in by_ranks.items() if pair[1] != self.texts.get(ranks)]
+        compare_in_store(changed, "reductions", (DIFFER, REMEDY, WAITING))
+        self.texts, self.sizes = {ranks: texts for ranks, (_, texts) in by_ranks.items()}, sizes

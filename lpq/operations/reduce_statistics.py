@@ -111,18 +111,15 @@ class Reductions:
         self._ranks: dict[ProcessGroup, tuple[int, ...]] = {}
         self._compare = compare
 
-    def add(self, values: Sequence[Tensor], group: ProcessGroup, owners: Sequence[Owners]) -> None:
-        """Reduce these in place over ``group``, by MAX. ``owners``: of each."""
-        self._add("max", values, group, owners)
-
     def add_stats(
         self, declared: Sequence[Declared], stats: Sequence[Tensor], group: ProcessGroup, number: int, owners: Owners
     ) -> None:
         """Reduce in place those statistics of a round whose elements span the ranks."""
         for how, places in zip(("max", "sum"), _spanning(declared, number), strict=True):
-            self._add(how, [stats[i] for i in places], group, [owners] * len(places))
+            self.add([stats[i] for i in places], group, [owners] * len(places), how)
 
-    def _add(self, how: str, values: Sequence[Tensor], group: ProcessGroup, owners: Sequence[Owners]) -> None:
+    def add(self, values: Sequence[Tensor], group: ProcessGroup, owners: Sequence[Owners], how: str = "max") -> None:
+        """Reduce these in place over ``group``, by MAX or, if ``how`` says so, their sum. ``owners``: of each."""
         if not values or group.size() == 1:
             return
         ranks = self._ranks.get(group)

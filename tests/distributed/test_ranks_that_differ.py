@@ -20,7 +20,7 @@ from torch.optim import AdamW, Optimizer
 
 import lpq
 from lpq.core import QuantizedTensor
-from lpq.distributed import cast_master_weights, meeting
+from lpq.distributed import cast_master_weights, meeting, step_check
 from lpq.observe import collectives
 from lpq.optim import MasterWeights, QuantizedStates, load_high_precision
 
@@ -208,9 +208,34 @@ def test_optimizers_of_other_parameters(rank: int) -> None:
                 )
                 continue
             with mock.patch.object(meeting, "meet", wraps=meeting.meet) as met:
-                for _ in range(3):
+                for step in range(3):
+                    if step == 1 and rank:  # nothing of it is reduced
+                        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
                     optimizer.step()
             assert [call.args[1] for call in met.mock_calls].count("reductions") == 1, "as long as nothing changes"
+
+
+@on_ranks(2)
+def test_ranks_compare_where_something_changed(rank: int) -> None:
+    """Others of a rank may see no change, and do not come."""
+    layers, cpu = [mock.Mock(title=f"layer {i}") for i in range(2)], torch.device("cpu")
+
+    def parts(*owners: Any) -> Any:
+        group = dist.group.WORLD
+        return {
+            ("max", (0, 1, i), cpu): (group, [((one,), torch.ones(1)) for one in own]) for i, own in enumerate(owners)
+        }
+
+    reduced = step_check.Reduced()
+    for given, changed in (
+        (([layers[0]], layers), [1, 2]), (([layers[0]], layers), []), ((layers, layers), [2]),
+    ):  # fmt: skip
+        with mock.patch.object(step_check, "compare_in_store") as compare:
+            reduced.compare(parts(*given))
+        assert [len(texts) for call in compare.mock_calls for _, texts in call.args[0]] == changed
+    with mock.patch.object(step_check, "compare_in_store") as compare:
+        step_check.Reduced(reduced.texts).compare(parts(layers, layers[::-1]))
+    assert [texts for _, texts in compare.mock_calls[0].args[0]] == [[f"1 statistics of layer {i}" for i in (1, 0)]]
 
 
 # ---------------------------------------------------------------------------------- loading weights
