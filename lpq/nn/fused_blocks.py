@@ -20,20 +20,20 @@ from lpq.nn.extended import Extension, check_extended, class_before, extend, res
 from lpq.nn.first_argument import Model, check_model
 from lpq.nn.followed_norms import followers
 from lpq.nn.fused_experts import FusedExperts, Gate, activated, why_as_before
-from lpq.nn.fused_mlp import EVERY_MODULE, SwiGLU, kind_of, mlp, why_apart
+from lpq.nn.fused_mlp import HOOKED, SwiGLU, mlp, why_apart, why_changed
 from lpq.nn.halves import activate
 from lpq.nn.names import plain_name
 from lpq.nn.norm_groups import REPLACED as REPLACED_SINCE
 from lpq.nn.norms import AUTOCAST, NO_WEIGHT, EncodingNorm
 from lpq.nn.reports import Entry
 from lpq.nn.residual_layers import ResidualLayer, extend_residual, release_residual, who_adds
-from lpq.nn.stand_ins import Read, StandIn, Trial, aside, changed, numbers
+from lpq.nn.stand_ins import Read, StandIn, Trial, aside, numbers
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.nn.undoing import undone_if_refused
 from lpq.nn.unwrapping import unwrapped
 from lpq.operations.source import ACTIVATIONS
 from lpq.registry.showing import listed
-from lpq.torch_private.hooks import global_hooks, has_hooks
+from lpq.torch_private.hooks import has_hooks
 
 FUSED = "lpq_fuses"
 """An attribute of models whose blocks ``fuse`` has looked at."""
@@ -47,7 +47,6 @@ ONE_KERNEL = "one kernel computes its activation; gate and up are one layer, and
 OTHER = "its forward is neither down(act(gate(x)) * up(x)) nor down(act(up(x))) alone, with a SiLU, GELU or ReLU"
 DROPS = "a dropout stands before its last layer, and may drop elements in a later pass if it drops none now"
 RAISES = "it does not run on a few rows by itself, which would show what it computes: it raises {}"
-HOOKED = "hooks are called with its activation"
 DRAWS = "it calls up before gate, and fused these would draw each other's random numbers"
 SIZES = "in_features", "out_features"
 """The attributes of a linear layer."""
@@ -107,19 +106,9 @@ def _why_changed(block: FusedBlock) -> str | None:
     before, down, _, behind, _, up_first, children, reads = block.lpq_parts
     if "forward" in vars(block):
         return REPLACED_SINCE
-    if global_hooks():
-        return EVERY_MODULE
     if up_first and any(_draws(children[name]) for name in before):
         return DRAWS
-    names = *before, down, behind
-    if children != block._modules:
-        now = {name: child for name, child in block._modules.items() if children.get(name) is not child}
-        name, child = next(iter(now.items()), ("child", None))
-        return f"its {name} is another module since, {kind_of(child)}: call lpq.fuse again"
-    if len(children) > len(before) + 1 and any(has_hooks(m) for name, m in children.items() if name not in names):
-        return HOOKED
-    was = changed(reads)
-    return None if was is None else f"its {was} was set since: call lpq.fuse again"
+    return why_changed(block, children, (*before, down, behind), reads)
 
 
 def _draws(layer: nn.Module) -> bool:

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from lpq.distributed.expert_rows import RowExchange
 from lpq.nn.called import Weight
 from lpq.nn.extended import Extension
+from lpq.nn.fused_mlp import why_changed
 from lpq.nn.grouped_linear import GroupedLayer
 from lpq.nn.halves import activate
 from lpq.nn.plan import LayerBuffer
-from lpq.nn.stand_ins import Read, changed
+from lpq.nn.stand_ins import Read
 from lpq.operations.source import ACTIVATIONS
 from lpq.recipes.gemms import TENSORS
 from lpq.tensor import QuantizedTensor
-from lpq.torch_private.hooks import global_hooks, has_hooks
 
 ATTRIBUTES = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
 """Attributes that the interface gives each module; newer ones give ``has_post_expert_norm``, too."""
@@ -191,9 +191,4 @@ def why_as_before(experts: FusedExperts) -> str | None:
         return "its activation is not act(gate) * up of two halves, with a SiLU, GELU or ReLU"
     if experts.recipe is None:
         return "it has no recipe"
-    if experts.gate.children != experts._modules:
-        return "its activation is another module since: call lpq.fuse again"
-    if global_hooks() or any(has_hooks(m) for m in experts.gate.children.values()):
-        return "hooks are called with its activation"
-    name = changed(experts.gate.reads)
-    return None if name is None else f"its {name} was set since: call lpq.fuse again"
+    return why_changed(experts, experts.gate.children, (), experts.gate.reads)

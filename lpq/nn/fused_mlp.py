@@ -10,7 +10,7 @@ layers ran one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from typing import Any, Literal, NamedTuple
@@ -22,6 +22,7 @@ from lpq.emulation.bf16_gemm import multiplied_exactly
 from lpq.nn.linear import Layer
 from lpq.nn.multiply import LayerCall, LayerContext, Multiplication, Prepared, Within
 from lpq.nn.passes import Passes
+from lpq.nn.stand_ins import Read, changed
 from lpq.nn.step import Step, gradient_spec, input_spec
 from lpq.nn.wanted import computes
 from lpq.operations.binding import Encoded, on_device
@@ -42,6 +43,7 @@ GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 """The activation of each ``approximate`` of ``F.gelu``."""
 NO_RECIPE = "has no recipe"
 EVERY_MODULE = "a hook is called with every module"
+HOOKED = "hooks are called with its activation"
 
 
 def swiglu(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
@@ -180,6 +182,23 @@ def why_apart(before: Sequence[nn.Module], down: nn.Module, gathered: Collection
 
         return why_not(layers)
     return None
+
+
+def why_changed(
+    module: nn.Module, children: Mapping[str, nn.Module | None], layers: Collection[str | None], reads: Sequence[Read]
+) -> str | None:
+    """Why an activation no longer stands for what a module computes; None if it does. ``children``: those that it had,
+    ``layers``: the names of those that are called, ``reads``: the attributes that its forward read."""
+    if global_hooks():
+        return EVERY_MODULE
+    if children != module._modules:
+        now = {name: child for name, child in module._modules.items() if children.get(name) is not child}
+        name, child = next(iter(now.items()), ("child", None))
+        return f"its {name} is another module since, {kind_of(child)}: call lpq.fuse again"
+    if any(has_hooks(child) for name, child in children.items() if child is not None and name not in layers):
+        return HOOKED
+    was = changed(reads)
+    return None if was is None else f"its {was} was set since: call lpq.fuse again"
 
 
 def _named(before: Sequence[nn.Module], down: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -94,6 +94,20 @@ def test_a_hook_of_all_modules_is_called_with_the_activation(block: Any) -> None
     assert fused(net) == ["0"]
 
 
+class Without(Block):
+    """A child of it is None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_module("dropout", None)
+
+
+def test_a_child_that_is_none() -> None:
+    plain, net = pair(Without)
+    assert equal(step(net, rows(16)), step(plain, rows(16)))
+    assert fused(net) == ["0"]
+
+
 @pytest.mark.parametrize("block", [Block, UpFirst])
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 def test_layers_draw_random_numbers_in_the_order_of_their_calls(
