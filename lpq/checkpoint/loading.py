@@ -24,6 +24,7 @@ from lpq.checkpoint.reading import CheckpointReader
 from lpq.files.disk import place
 from lpq.registry.showing import listed
 from lpq.registry.warning import warn
+from lpq.tensor.inference import normal_tensors
 
 
 @model_first
@@ -64,7 +65,7 @@ def load(
     what = f"checkpoint {checkpoint.path} cannot be loaded"
     view = Model(model)
     view.own_memories()
-    with ranks.error_context(what), view.recipes_stay_on_error():
+    with ranks.error_context(what), view.recipes_stay_on_error(), normal_tensors():
         plan = ranks.each(lambda: _prepare(view, checkpoint, optimizer, any_policy))
         differ = "the ranks read different files under that name, or hold different models"
         ranks.equal([*plan.matches[0].to_encode], differ, ALIKE)

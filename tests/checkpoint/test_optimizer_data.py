@@ -71,3 +71,20 @@ def test_what_is_no_state_of_it_is_refused(tmp_path: Path) -> None:
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     checkpoint.load(net, path, optimizer)  # which has another state than the one above
     assert not all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:masters begin with")
+def test_a_state_that_is_loaded_under_inference_mode_is_stepped(tmp_path: Path) -> None:
+    """An optimizer that took no step gets its state made, which no later step could write to."""
+    (net, optimizer), (other, _) = trained(), trained()
+    checkpoint.save(net, tmp_path / "saved", optimizer)
+    again = MasterWeights(torch.optim.AdamW(other.parameters(), lr=1e-2))
+    with torch.inference_mode():
+        checkpoint.load(other, tmp_path / "saved", again)
+    for model, each in ((net, optimizer), (other, again)):
+        model.zero_grad()
+        model(torch.ones(4, 32)).square().sum().backward()
+        each.step()
+    masters = [[*each.masters.values()] for each in (optimizer, again)]
+    assert all(torch.equal(one, two) for one, two in zip(*masters, strict=True))
+    assert len(masters[0]) == 2
