@@ -106,7 +106,7 @@ def _of_run(path: Path, info: Any, data: Sequence[str] | None, samples: int) -> 
     from lpq.train.machine import fast_bf16
 
     config, plain = trained(path, info, "name the function that makes its model, --model package.module:f")
-    model = loaded(path, info, plain)
+    model = loaded(plain, path, info)
     text = load(tuple(data) if data else config.data, config.seq, config.text)
     count = -(-samples // config.batch)
     fast = fast_bf16(torch.device("cpu"))
@@ -132,7 +132,7 @@ def _of_function(path: Path, info: Any, name: str, data: Sequence[str]) -> _Job:
 
     if len(data) != 1:
         raise OptionError("--model needs --data FILE once: a list of batches that torch.save wrote")
-    model = loaded(path, info, by_function(name, "--model"))
+    model = loaded(by_function(name, "--model"), path, info)
     try:
         batches = pickles.load(Path(data[0]))
     except LpqError as error:

@@ -122,7 +122,7 @@ def _prepared(path: Path, batches: int) -> tuple[Any, list[Callable[[], Any]]]:
     config, model = trained(path, info, "search in Python, lpq.search")
     if info.description.quantized:
         raise OptionError(f"{path} has weights that are stored quantized: search in a run without --weights quantized")
-    model = lpq.restore(loaded(path, info, model)).to(device := pick_device("auto"))
+    model = lpq.restore(loaded(model, path, info)).to(device := pick_device("auto"))
     text = load(config.data, config.seq, config.text)
 
     def closure(number: int) -> Any:

@@ -25,7 +25,7 @@ def trained(path: Path, info: Info, otherwise: str) -> tuple[TrainConfig, GPT]:
     return config, GPT(GPTShape(config.layers, config.heads, config.width))
 
 
-def loaded(path: Path, info: Info, model: Any) -> Any:
+def loaded(model: Any, path: Path, info: Info) -> Any:
     """Return the model with the recipes and the tensors of a checkpoint."""
     if info.policy is not None:
         stored = info.description.quantized
