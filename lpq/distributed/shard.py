@@ -44,7 +44,7 @@ class WeightShard(Gathered, Tensor):
     @property
     def write_count(self) -> int:
         """A number that changes when it is written to, also by compiled code, which writes to ``held`` itself."""
-        return self.writes.count + version_of(self.held)
+        return self.writes.count + (0 if self.held.is_inference() else version_of(self.held))
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -66,7 +66,7 @@ class WeightShard(Gathered, Tensor):
                 f"FullyShardedDataParallel (FSDP1) does it: {REMEDY}"
             )
         new = plain(value.detach())
-        self.writes.count += 1 + version_of(self.held)
+        self.writes.count = self.write_count + 1
         Tensor.data.__set__(self, WeightShard(new, self.writes))  # type: ignore[attr-defined]
         self.held = new
 

@@ -153,12 +153,15 @@ def test_copies_hold_nothing() -> None:
         assert not torch.equal(one(x()), module(x()))
 
 
-def test_weights_that_inference_mode_made_are_held() -> None:
+@pytest.mark.parametrize("weights", [None, "high_precision", "quantized"])
+def test_weights_that_inference_mode_made_are_held(weights: Any) -> None:
     with torch.inference_mode():
-        module = layer()
+        module = layer(weights=weights)
         expected = module(x())
         with lpq.hold_weights(module):
             assert torch.equal(module(x()), expected)
+        if weights is not None:  # else nothing counts the write
+            refused(module, module.weight.zero_)
 
 
 def test_what_is_held_under_inference_mode_serves_training() -> None:
