@@ -86,7 +86,8 @@ def refuse_a_part(memory: Tensor) -> None:
     if autograd.graph_task() != -1 and autograd.keeps_graph():  # else it is traced with its forward, in one graph
         raise RuntimeError(
             "retain_graph=True: a compiled layer whose recipe remembers statistics (delayed scaling) takes each "
-            "backward for a step. Call one on the sum of the losses, leave the layer uncompiled, or change its recipe"
+            "backward for a step. Leave retain_graph out if no other one follows; else call one on the sum of the "
+            "losses, leave the layer uncompiled, or change its recipe"
         )
 
 
