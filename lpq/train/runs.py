@@ -42,7 +42,8 @@ def resolve(command_line: Mapping[str, Any], file: Path | None = None) -> TrainC
 
     With ``resume`` all other options come from the resumed run; an option that contradicts it is an error.
     """
-    options = {**(read(file) if file else {}), **command_line}
+    given = {**(read(file) if file else {}), **command_line}
+    options: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     if not options.get("resume"):
         return TrainConfig(**{**gpu_size.defaults(options), **options})
     directory = Path(options["out"]) if options.get("out") else newest()

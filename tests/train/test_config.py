@@ -100,6 +100,17 @@ def test_a_resumed_run_brings_its_own_options(tmp_path: Path) -> None:
         resolve({"resume": True, "out": out, "steps": 18})
 
 
+def test_a_run_goes_on_with_the_data_that_it_has(tmp_path: Path) -> None:
+    """A file and a command line have a list of them."""
+    config = stored(tmp_path / "run", TrainConfig(data=("a", "b")))
+    (file := tmp_path / "c.toml").write_text('data = ["a", "b"]\n')
+    own = {"resume": True, "out": str(tmp_path / "run")}
+    expected = replace(config, **own)
+    assert [resolve(own, file), resolve({**own, "data": ["a", "b"]})] == [expected] * 2
+    with pytest.raises(TrainError, match=r"has data = \('a', 'b'\) and cannot go on with \('a',\)"):
+        resolve({**own, "data": ["a"]})
+
+
 def test_resume_takes_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(TrainError, match=r"no run under runs/ to resume"):
