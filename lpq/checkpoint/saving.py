@@ -59,7 +59,7 @@ def save(
             stay.
         process_group: The ranks over which the model lies; None: all ranks.
     """
-    ranks, target = _agreed("saves", model, directory, step, keep, process_group)
+    ranks, target = _agreed(model, "saves", directory, step, keep, process_group)
     with ranks.error_context(failing(target)), quiet():
         state, writer = _prepare(model, target, optimizer, step, extra, keep, ranks)
         try:
@@ -96,7 +96,7 @@ def save_async(
             None: all ranks, which get a group of their own, so that it does not matter over what, and when, training
             talks.
     """
-    ranks, target = _agreed("saves in the background", model, directory, step, keep, process_group)
+    ranks, target = _agreed(model, "saves in the background", directory, step, keep, process_group)
     with ranks.error_context(failing(target)), quiet():
         ranks.all(lambda: _check_talk(Model(model), ranks))
         state, writer = _prepare(model, target, optimizer, step, extra, keep, ranks)
@@ -114,7 +114,7 @@ def save_async(
 
 
 def _agreed(
-    does: str, model: nn.Module, directory: str | Path, step: int | None, keep: int | None,
+    model: nn.Module, does: str, directory: str | Path, step: int | None, keep: int | None,
     group: dist.ProcessGroup | None,
 ) -> tuple[CheckpointRanks, Path]:  # fmt: skip
     """The ranks that save, and the path that the checkpoint will have."""
