@@ -68,7 +68,7 @@ def encode_alone(places: Sequence[Place], layers: Sequence[Layer]) -> list[Layer
     state of its own. It would be compiled anew after each pass that is not compiled and has them share one."""
     alone = []
     for i, layer in enumerate(layers):
-        compiled = layer.passes.traced
+        compiled = layer.passes.moved_by_graph
         for module, name, child in places[i] if i < len(places) else ():
             now = module._modules.get(name)
             within = now is not child and now is not None and compiled_from(now) is not None

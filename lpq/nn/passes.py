@@ -36,6 +36,8 @@ class Passes:
         """Whether a pass was noted that ran outside of compiled code; see ``called``."""
         self.traced = traced
         """Whether a compiler has traced a pass. The compiled code notes nothing when it runs."""
+        self.moved_by_graph = False
+        """Whether a compiler has traced a pass that trains, whose backward moves states of the layer's own."""
         self.read_past = False
         """Whether the pass of another module has read a weight of the layer (``lpq/nn/called.py``)."""
         self.calls: tuple[object, dict[object, Any]] = (None, {})

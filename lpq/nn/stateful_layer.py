@@ -182,6 +182,7 @@ class StatefulLayer(nn.Module):
                 self.model.check.before_trace()
             if torch.is_grad_enabled():
                 if traced:
+                    self.passes.moved_by_graph = True
                     self.own_buffers()  # now, or the next pass would have another graph, which checkpointing runs again
                 self.compare_in_pass(first=True)
         return True

@@ -261,3 +261,21 @@ def test_a_checkpoint_around_compiled_code_runs_the_graph_of_the_first_run_again
         assert equal_states(net.state_dict(), plain.state_dict())
         assert len(graphs) == 1
     assert plain.left.x_amax_history.count_nonzero() == 3
+
+
+def test_an_evaluation_that_is_compiled_leaves_the_states_of_training_shared() -> None:
+    """It moves none. Layers behind a norm encoded alone in all later passes, and the evaluation was traced again."""
+    torch.compiler.reset()
+    plain, net = (lpq.convert(Gated(32, 64), "fp8-delayed", fuse=fuse) for fuse in (False, True))
+    net.load_state_dict(plain.state_dict())
+    graphs = list[int]()
+    code = torch.compile(net, fullgraph=True, backend=lambda *args: graphs.append(1) or aot_eager(*args))
+    for number in range(3):
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(number)) * (number + 1)
+        for each in (net, plain):
+            each(x).square().mean().backward()
+        with torch.no_grad():
+            assert torch.equal(code(x), plain(x))
+        assert equal_states(net.state_dict(), plain.state_dict())
+        assert not lpq.report(net).apart
+    assert len(graphs) == 1
