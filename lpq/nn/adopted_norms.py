@@ -165,7 +165,7 @@ class _Asking(Trial):
             return result
         if isinstance(result, torch.Size):
             return _LastOf(result)
-        harmless = all(isinstance(value, Tensor | torch.dtype | torch.device) for value in tree_leaves(result))
+        harmless = all(isinstance(value, Tensor | torch.dtype | torch.device | None) for value in tree_leaves(result))
         self.asks |= not (harmless or (func is Tensor.size and [*args[1:], *(kwargs or {}).values()] == [-1]))
         return result
 

@@ -180,15 +180,16 @@ def test_a_norm_that_decides_by_its_input_is_left_alone(decides: str) -> None:
 
 
 class ByName(Norm):
-    """It calls functions by the names of their arguments alone."""
+    """It calls functions by the names of their arguments alone, and functions that return nothing."""
 
     def forward(self, x: Tensor) -> Tensor:
-        high = x.float()
+        with torch.enable_grad():
+            high = x.float()
         scale = high * torch.rsqrt(input=torch.mean(input=high.pow(2), dim=-1, keepdim=True) + self.eps)
         return self.weight.view(x.size(dim=-1)) * scale.to(x.dtype)
 
 
-def test_a_norm_may_name_the_arguments_of_functions() -> None:
+def test_a_norm_may_name_the_arguments_of_functions_and_set_modes() -> None:
     plain, net = pair(lambda: Behind(ByName("nothing")))
     assert equal(step(net, rows(16)), step(plain, rows(16)))
     assert fused(net) == ["0.norm"]
