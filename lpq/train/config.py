@@ -121,7 +121,8 @@ class TrainConfig:
                 "--watch, --replay and --promote"
             )
         if self.what_if and not self.watch:
-            raise TrainOptionError(f"what_if = {self.what_if!r} is for the statistics of --watch: add --watch 100")
+            words = f"what_if = {self.what_if!r} is for the statistics of --watch: add --watch 100"
+            raise TrainOptionError(f"{words}, or ask about no recipe, --what-if ''")
         if self.policy is not None and self.recipe != RECIPE:
             raise TrainOptionError("a policy gives the recipes itself: name a recipe or a policy, not both")
 

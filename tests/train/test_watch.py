@@ -13,7 +13,7 @@ from training import MakeConfig
 from lpq.__main__ import main
 from lpq.observe import Readings
 from lpq.registry.errors import LpqError
-from lpq.train import run
+from lpq.train import resolve, run
 from lpq.train.errors import TrainOptionError
 from lpq.train.trainer import Trainer
 
@@ -61,8 +61,10 @@ def test_a_run_is_asked_about_another_recipe(
         with pytest.raises(LpqError, match=words):
             run(tiny(f"refused {index}", watch=2, what_if=other, baseline=False), console)
         assert not (tmp_path / f"refused {index}").exists()
-    with pytest.raises(TrainOptionError, match="what_if = 'nvfp4' is for the statistics of --watch: add --watch 100"):
-        tiny(what_if="nvfp4")
+    words = "what_if = 'nvfp4' is for the statistics of --watch: add --watch 100, or ask about no recipe, --what-if ''"
+    with pytest.raises(TrainOptionError, match=words):
+        resolve({"resume": True, "out": str(out), "watch": 0})
+    assert resolve({"resume": True, "out": str(out), "watch": 0, "what_if": ""}).watch == 0
 
 
 def test_readings_that_are_broken_are_refused_before_the_next_step(
