@@ -20,7 +20,7 @@ from lpq.checkpoint.model import Model, is_shared
 from lpq.checkpoint.ranks import CheckpointRanks
 from lpq.checkpoint.single import write_file
 from lpq.engines.config_files import DTYPE, as_json, base_of, configuration, small_files
-from lpq.engines.entries import FileEntry, shared_layers
+from lpq.engines.entries import FileEntry, is_quantized, shared_layers
 from lpq.engines.experts import Stacks, left_modules, stacks
 from lpq.engines.models import check_ties, entries, unquantized
 from lpq.engines.names import CONFIG
@@ -248,7 +248,7 @@ def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: Che
     shared = shared_layers(recipes, view.tensors(), view.aliases(), view.tied())
     check_ties(view)
     experts = stacks(view.module)
-    notes = _notes(experts, shared, [name for name, layer in view.layers() if layer.transposed])
+    notes = _notes(experts, shared, [n for n, m in view.layers() if m.transposed and is_quantized(m.recipe)])
     return _Source(entries(view, dtype, experts), partial(unquantized, view.module, stacks=experts), view.module, notes)
 
 

@@ -32,7 +32,6 @@ class SavedCheckpoint:
         """All ranks call it, and find the same one."""
         checkpoint = find(path, ranks)
         self._description = description = read(checkpoint)[0].description
-        self.transposed = description.transposed
         description.require(description.formats)
         self._reader = CheckpointReader(checkpoint.path, checkpoint.sizes)
         saved = self._reader.saved().items()
@@ -41,6 +40,7 @@ class SavedCheckpoint:
         self._quantized = {name.removeprefix(PREFIX): entry for name, entry in description.quantized.items()}
         self._states = [name.removeprefix(PREFIX) for name in description.memories]
         self._recipes = {name: _recipe(text) for name, text in description.recipes.items()}
+        self.transposed = [name for name in description.transposed if is_quantized(self._recipes.get(name))]
         self.stacks = self._read_stacks()
 
     def entries(self, dtype: torch.dtype | None) -> list[FileEntry]:
@@ -129,8 +129,9 @@ class SavedCheckpoint:
 
     def _layer(self, name: str) -> Multiplied | None:
         layer, _, leaf = name.rpartition(".")
-        recipe = self._recipes.get(layer) if leaf == "weight" and name not in self._description.tied else None
-        if recipe is None or layer in self.transposed or not (name in self._quantized or is_quantized(recipe)):
+        is_matrix = leaf == "weight" and layer not in self._description.transposed
+        recipe = self._recipes.get(layer) if is_matrix and name not in self._description.tied else None
+        if recipe is None or not (name in self._quantized or is_quantized(recipe)):
             return None
         return Multiplied.by(recipe, layer, self._memories(layer))
 

@@ -465,8 +465,9 @@ def test_layers_of_in_by_out_stay_in_high_precision_and_that_is_said(tmp_path: P
     """Of a model as of its checkpoint, also a square one; engines would take rows for columns."""
     utils: Any = pytest.importorskip("transformers.pytorch_utils")
     torch.manual_seed(0)
-    net: Any = nn.ModuleDict({"c": utils.Conv1D(64, 64), "up": nn.Linear(64, 64)})
-    lpq.checkpoint.save(lpq.convert(net, "fp8-row"), tmp_path / "run")
+    net: Any = nn.ModuleDict({"c": utils.Conv1D(64, 64), "d": utils.Conv1D(64, 64), "up": nn.Linear(64, 64)})
+    rules = [{"match": "d", "recipe": "bf16"}, {"match": "*", "recipe": "fp8-row"}]
+    lpq.checkpoint.save(lpq.convert(net, {"rules": rules}), tmp_path / "run")
     assert net["c"].recipe == net["up"].recipe
     for number, source in enumerate((net, tmp_path / "run")):
         made = lpq.export(source, tmp_path / f"{number}")
