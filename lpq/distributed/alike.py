@@ -29,6 +29,8 @@ OFTEN = 1.0
 """Seconds between two looks whether another rank has changed a recipe."""
 DIFFER = "the ranks do not have the same model"
 REMEDY = "Build, convert and share out the model, and call lpq.set_step, alike on all ranks"
+FROZEN = ("", ", frozen")
+"""The end of a parameter's description: whether no gradient of it travels."""
 
 
 class SharedLayer(Protocol):
@@ -307,7 +309,8 @@ def _layers(root: nn.Module) -> Iterator[tuple[str, list[nn.Parameter], torch.de
         yield _describe(names[module], module, params, dtype, how), params, device
         for key, parameter in module._parameters.items():
             if key != "weight" and parameter is not None:  # it is gathered with the weight
-                yield f"{names[module]}.{key}: {[*parameter.shape]}{_frozen(parameter)}".lstrip("."), params, device
+                end = FROZEN[not parameter.requires_grad]
+                yield f"{names[module]}.{key}: {[*parameter.shape]}{end}".lstrip("."), params, device
 
 
 def _describe(
@@ -315,7 +318,8 @@ def _describe(
 ) -> str:
     """A description of a layer that must be equal on all ranks: its name, class, recipe and so on."""
     kind, (weight, *_) = type(module).__name__.removeprefix("FSDP"), params
-    text = f"{name}: {kind} with a weight {[*weight.shape]} of {dtype or weight.dtype}{how}{_frozen(weight)}"
+    how += FROZEN[not weight.requires_grad]
+    text = f"{name}: {kind} with a weight {[*weight.shape]} of {dtype or weight.dtype}{how}"
     if not is_converted(module):
         return text
     layer: Any = module
@@ -329,11 +333,6 @@ def _describe(
         return text
     at_step = stages is not None and stages.was_set
     return f"{text}, at step {stages.step} of ({schedule})" if at_step else f"{text}, before lpq.set_step"
-
-
-def _frozen(parameter: Tensor) -> str:
-    """Whether no gradient of it travels."""
-    return "" if parameter.requires_grad else ", frozen"
 
 
 def _waiting() -> str:
