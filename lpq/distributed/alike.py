@@ -29,8 +29,6 @@ OFTEN = 1.0
 """Seconds between two looks whether another rank has changed a recipe."""
 DIFFER = "the ranks do not have the same model"
 REMEDY = "Build, convert and share out the model, and call lpq.set_step, alike on all ranks"
-FROZEN = ("", ", frozen")
-"""The end of a parameter's description: whether no gradient of it travels."""
 
 
 class SharedLayer(Protocol):
@@ -309,7 +307,7 @@ def _layers(root: nn.Module) -> Iterator[tuple[str, list[nn.Parameter], torch.de
         yield _describe(names[module], module, params, dtype, how), params, device
         for key, parameter in module._parameters.items():
             if key != "weight" and parameter is not None:  # it is gathered with the weight
-                end = FROZEN[not parameter.requires_grad]
+                end = "" if parameter.requires_grad else ", frozen"
                 yield f"{names[module]}.{key}: {[*parameter.shape]}{end}".lstrip("."), params, device
 
 
@@ -318,7 +316,7 @@ def _describe(
 ) -> str:
     """A description of a layer that must be equal on all ranks: its name, class, recipe and so on."""
     kind, (weight, *_) = type(module).__name__.removeprefix("FSDP"), params
-    how += FROZEN[not weight.requires_grad]
+    how += "" if weight.requires_grad else ", frozen"
     text = f"{name}: {kind} with a weight {[*weight.shape]} of {dtype or weight.dtype}{how}"
     if not is_converted(module):
         return text

@@ -77,7 +77,10 @@ def write_stamp(weight: Tensor) -> tuple[object, ...]:
     count writes through ``.data``, to a tensor made under ``torch.inference_mode``, or by fused optimizers; a gathered
     weight counts its own writes."""
     version = None if weight.is_inference() else version_of(weight)
-    count = weight.write_count if isinstance(weight, Gathered) else 0
+    if isinstance(weight, QuantizedTensor):
+        count = weight.writes.count  # as its write_count, without a call
+    else:
+        count = weight.write_count if isinstance(weight, Gathered) else 0
     memory = storage_number(weight.untyped_storage()), weight.storage_offset(), weight.stride()
     return version, count, weight.dtype, memory
 

@@ -263,5 +263,4 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 def step_seconds(path: Path) -> float:
     """The median time of the steps whose records a file has."""
-    seconds: list[float] = [record["seconds"] for record in records(path)]
-    return median(seconds or [math.nan])
+    return float(median([record["seconds"] for record in records(path)] or [math.nan]))
