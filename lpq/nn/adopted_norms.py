@@ -181,7 +181,7 @@ class _LastOf:
             raise TypeError("a norm asks for another size than its own")
         return self.last[at]
 
-    __len__ = __eq__ = __hash__ = None  # type: ignore[assignment]
+    __len__ = __eq__ = __hash__ = None  # type: ignore[assignment]  # whoever asks for one raises
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

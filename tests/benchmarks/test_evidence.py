@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from benchmarks import evidence, widened
 from benchmarks.searched import STUDIES
 from lpq.registry import shipped
 from lpq.train import beside, gaps, trainings
+from lpq.train.errors import TrainError
 
 FOUND = evidence.read()
 README = " ".join((evidence.DOCS.parent / "README.md").read_text(encoding="utf-8").split())
@@ -54,7 +56,12 @@ def test_no_seed_is_left_out(name: str) -> None:
 
 @pytest.mark.parametrize("name", FOUND)
 def test_lpq_compare_has_a_table_of_the_stored_curves(name: str) -> None:
-    trainings.refuse_mixed(FOUND[name], evidence.CURVES / name)
+    """Control: not if one of them were of another text."""
+    *others, last = FOUND[name]
+    assert others
+    trainings.refuse_mixed([*others, last], evidence.CURVES / name)
+    with pytest.raises(TrainError, match="another text"):
+        trainings.refuse_mixed([*others, replace(last, text="another")], evidence.CURVES / name)
 
 
 @pytest.mark.parametrize("name", FOUND)

@@ -87,7 +87,7 @@ def test_ranks_remember_the_same_after_each_step(
 
 @on_ranks(2)
 def test_ranks_that_share_out_an_optimizer_remember_alike(rank: int) -> None:
-    """Each steps some layers within the step of all: layers of one rank are not mixed with those of the other one."""
+    """Each steps some layers within the step of all: layers of one rank are not mixed with layers of the other rank."""
     net = _replicated(_net())
     optimizer = ZeroRedundancyOptimizer(net.parameters(), optimizer_class=SGD, lr=0.1)
     for number in range(2):

@@ -436,7 +436,7 @@ def test_a_block_of_rows_with_scales_of_their_own_is_no_square(exported: dict[st
 
 @pytest.mark.parametrize("how", ["pruned", "parametrized"])
 def test_a_layer_whose_weight_is_computed_is_refused_and_not_left_out(how: str, tmp_path: Path) -> None:
-    """Of a model as of its checkpoint; a layer without a recipe is as the user has it."""
+    """A model and its checkpoint alike; a layer without a recipe is as the user has it."""
 
     def build(policy: Any) -> Any:
         torch.manual_seed(0)
@@ -462,7 +462,7 @@ def test_a_layer_whose_weight_is_computed_is_refused_and_not_left_out(how: str, 
 
 
 def test_layers_of_in_by_out_stay_in_high_precision_and_that_is_said(tmp_path: Path) -> None:
-    """Of a model as of its checkpoint, also a square one; engines would take rows for columns."""
+    """In a model and in its checkpoint, also a square one; engines would take rows for columns."""
     utils: Any = pytest.importorskip("transformers.pytorch_utils")
     torch.manual_seed(0)
     net: Any = nn.ModuleDict({"c": utils.Conv1D(64, 64), "d": utils.Conv1D(64, 64), "up": nn.Linear(64, 64)})

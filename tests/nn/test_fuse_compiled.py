@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -243,16 +244,27 @@ def test_a_hook_of_a_wrapper_gets_an_ordinary_tensor() -> None:
     assert len(lpq.report(net).apart) == 1
 
 
-def test_a_checkpoint_around_compiled_code_runs_the_graph_of_the_first_run_again() -> None:
-    """The pass that was compiled gave layers states of their own. So the next one had another graph, and checkpointing,
-    which compares sizes, gave the weights the statistics of the inputs. An evaluation shared the states again."""
+def _counted() -> tuple[Any, Any, Any, list[int]]:
+    """A block that remembers, and the same fused; the fused one compiled, and an item for each graph of that."""
     torch.compiler.reset()
     plain, net = (lpq.convert(Gated(32, 64), "fp8-delayed", fuse=fuse) for fuse in (False, True))
     net.load_state_dict(plain.state_dict())
     graphs = list[int]()
     code = torch.compile(net, fullgraph=True, backend=lambda *args: graphs.append(1) or aot_eager(*args))
+    return plain, net, code, graphs
+
+
+def _growing() -> Iterator[torch.Tensor]:
+    """Three inputs, each larger than the one before."""
     for number in range(3):
-        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(number)) * (number + 1)
+        yield torch.randn(16, 32, generator=torch.Generator().manual_seed(number)) * (number + 1)
+
+
+def test_a_checkpoint_around_compiled_code_runs_the_graph_of_the_first_run_again() -> None:
+    """The pass that was compiled gave layers states of their own. So the next one had another graph, and checkpointing,
+    which compares sizes, gave the weights the statistics of the inputs. An evaluation shared the states again."""
+    plain, net, code, graphs = _counted()
+    for x in _growing():
         with torch.no_grad():
             assert torch.equal(net(x), plain(x))
         recomputed(code, x).square().mean().backward()
@@ -265,13 +277,8 @@ def test_a_checkpoint_around_compiled_code_runs_the_graph_of_the_first_run_again
 
 def test_an_evaluation_that_is_compiled_leaves_the_states_of_training_shared() -> None:
     """It moves none. Layers behind a norm encoded alone in all later passes, and the evaluation was traced again."""
-    torch.compiler.reset()
-    plain, net = (lpq.convert(Gated(32, 64), "fp8-delayed", fuse=fuse) for fuse in (False, True))
-    net.load_state_dict(plain.state_dict())
-    graphs = list[int]()
-    code = torch.compile(net, fullgraph=True, backend=lambda *args: graphs.append(1) or aot_eager(*args))
-    for number in range(3):
-        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(number)) * (number + 1)
+    plain, net, code, graphs = _counted()
+    for x in _growing():
         for each in (net, plain):
             each(x).square().mean().backward()
         with torch.no_grad():

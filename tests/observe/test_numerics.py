@@ -99,8 +99,8 @@ def test_a_run_is_the_same_with_it_and_without(recipe: str) -> None:
 
 @pytest.mark.parametrize("value", [1.0, 0.0, math.nan, math.inf])
 def test_a_nan_comes_first_and_what_has_no_error_last(value: float) -> None:
-    """Of ones and zeros no format makes an error, nor does any in the gradient of the weight. Of zeros in the rows that
-    are looked at nothing is known to be a NaN."""
+    """No format makes an error with ones and zeros, nor does any in the gradient of the weight. Zeros in the rows that
+    are looked at are not known to be NaN."""
     net = lpq.convert(nn.Linear(64, 32, bias=False), "fp8-current")
     nn.init.ones_(net.weight)
     watch, x = lpq.observe.numerics(net, every=1, rows=128), torch.full((256, 64), value)
