@@ -87,15 +87,15 @@ class WeightShard(Gathered, Tensor):
         args = [_unwrapped(value, shards) for value in args]
         kwargs = {name: _unwrapped(value, shards) for name, value in (kwargs or {}).items()}
         result = func(*args, **kwargs)
-        if changed := [shards[id(value)] for value in written(func, args, kwargs) if id(value) in shards]:
-            for shard in changed:
-                shard.writes.count += 1
-            torch.autograd.graph.increment_version(changed)  # torch counts no write to a tensor in a list
         if func.is_view:  # a write to it is a write to the weight
             (whole,) = shards.values()
             return tree_map_only(Tensor, lambda view: WeightShard(view, whole.writes), result)
         if func in COPIES:
             return as_shard(result)
+        if changed := [shards[id(value)] for value in written(func, args, kwargs) if id(value) in shards]:
+            for shard in changed:
+                shard.writes.count += 1
+            torch.autograd.graph.increment_version(changed)  # torch counts no write to a tensor in a list
         return tree_map_only(Tensor, lambda t: shards.get(id(t), t), result)
 
     __torch_function__ = no_torch_function

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lpq.distributed import meeting
 from lpq.distributed.alike import compare_in_store
 from lpq.distributed.ranks import Ranks
 from lpq.operations.reduce_statistics import Parts
@@ -41,5 +42,16 @@ class Reduced:
             texts = by_ranks.setdefault(ranks, (Ranks(group, device=device), []))[1]
             texts += [f"{value.numel()} statistics of {listed([one.title for one in own])}" for own, value in part]
         changed = [pair for ranks, pair in by_ranks.items() if pair[1] != self.texts.get(ranks)]
-        compare_in_store(changed, "reductions", (DIFFER, REMEDY, WAITING))
+        errors = list[RuntimeError]()
+        for pair in changed:
+            try:
+                compare_in_store([pair], "reductions", (DIFFER, REMEDY, WAITING))
+            except RuntimeError as error:
+                errors.append(error)
+        for ranks, _ in changed:  # nobody leaves before all have compared; one of them may be of more sets than others
+            alike = meeting.meet(ranks.names, "all reductions", str(bool(errors)), None, WAITING)
+            if not alike and not errors:
+                errors.append(RuntimeError(f"{DIFFER}: others, with which some of these reduce, say where. {REMEDY}"))
+        for first in errors:
+            raise first
         self.texts, self.sizes = {ranks: texts for ranks, (_, texts) in by_ranks.items()}, sizes

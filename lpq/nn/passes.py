@@ -20,7 +20,7 @@ class Passes:
 
     def __init__(
         self, recipe: Recipe | None = None, plan: Plan | None = None, traced: bool = False,
-        borrowed: tuple[str, ...] = (), fresh: tuple[str, ...] = (),
+        borrowed: tuple[str, ...] = (), fresh: tuple[str, ...] = (), moved: bool = False,
     ) -> None:  # fmt: skip
         self.recipe, self.plan, self.borrowed = recipe, plan, borrowed
         """The names of the buffers that it shares with another layer, whose they are (``lpq/nn/shared_states.py``)."""
@@ -36,7 +36,7 @@ class Passes:
         """Whether a pass was noted that ran outside of compiled code; see ``called``."""
         self.traced = traced
         """Whether a compiler has traced a pass. The compiled code notes nothing when it runs."""
-        self.moved_by_graph = False
+        self.moved_by_graph = moved
         """Whether a compiler has traced a pass that trains, whose backward moves states of the layer's own."""
         self.read_past = False
         """Whether the pass of another module has read a weight of the layer (``lpq/nn/called.py``)."""
@@ -71,4 +71,4 @@ class Passes:
         return calls
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Passes, (self.recipe, self.plan, self.traced, self.borrowed, self.fresh)
+        return Passes, (self.recipe, self.plan, self.traced, self.borrowed, self.fresh, self.moved_by_graph)

@@ -122,7 +122,7 @@ class Trial(TorchFunctionMode):
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._around.__exit__(*raised)
-        for held, before in self._held:
+        for held, before in reversed(self._held):  # what is reached twice was noted first as it was
             if not _is_as(held, before):
                 self._wrote_inside = True
                 held.clear()

@@ -60,12 +60,12 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.is_view:
             return return_and_correct_aliasing(func, args, kwargs, result)  # type: ignore[no-untyped-call]
         return result
-    if (result := func.decompose(*args, **kwargs)) is not NotImplemented:  # as torch does outside of inference mode
-        return result
     if torch.Tag.inplace_view in func.tags:
         raise TypeError(f"{func} would change the shape of a QuantizedTensor in place: take a view of it")
     if schema_of(func).is_mutable:
         return assign(func, args, kwargs)
+    if (result := func.decompose(*args, **kwargs)) is not NotImplemented:  # as torch does outside of inference mode
+        return result
     with normal_tensors(func.is_view and not args[0].is_inference()):  # torch takes no other one as a view
         return _decode_and_run(func, args, kwargs)
 

@@ -192,8 +192,7 @@ def watching(trainer: Trainer, path: Path) -> Iterator[Callable[[], None]]:
     also of a run that fails."""
     watch = trainer.begin_watch()
     note: Callable[[], None] = (lambda: None) if watch is None else partial(watch.write, path)
-    # The file of a resumed run, which the first rank has: a broken one is refused before the next step.
-    trainer.team.first(lambda: note() if path.is_file() else None)
+    trainer.team.first(lambda: note() if path.is_file() else None)  # a resumed run's broken file is refused now
     try:
         yield note
     finally:

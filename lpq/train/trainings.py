@@ -120,7 +120,7 @@ def refuse_others(trainings: Sequence[Training], folder: Path, config: TrainConf
     usual = shared(TrainConfig())
     every = [{**usual, **{k: tuple(v) if isinstance(v, list) else v for k, v in t.settings.items()}} for t in trainings]
     if config is None:  # a recipe alone may have stored weights, and what a script notes beside the settings
-        every = [{k: settings[k] for k in usual.keys() - {"weights"}} for settings in every]
+        every = [{k: settings[k] for k in usual if k != "weights"} for settings in every]
     settings_of_all = shared(config) if config is not None else every[0] if every else {}
     for training, settings in zip(trainings, every, strict=True):
         place = file_of(folder, training.title, training.seed)

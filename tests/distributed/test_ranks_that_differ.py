@@ -22,6 +22,7 @@ import lpq
 from lpq.core import QuantizedTensor
 from lpq.distributed import cast_master_weights, meeting, step_check
 from lpq.observe import collectives
+from lpq.operations.reduce_statistics import Reductions
 from lpq.optim import MasterWeights, QuantizedStates, load_high_precision
 
 # ---------------------------------------------------------------------------------- casting masters
@@ -236,6 +237,22 @@ def test_ranks_compare_where_something_changed(rank: int) -> None:
     with mock.patch.object(step_check, "compare_in_store") as compare:
         step_check.Reduced(reduced.texts).compare(parts(layers, layers[::-1]))
     assert [texts for _, texts in compare.mock_calls[0].args[0]] == [[f"1 statistics of layer {i}" for i in (1, 0)]]
+
+
+@on_ranks(4)
+def test_ranks_with_other_numbers_of_changes_leave_together(rank: int) -> None:
+    """Ranks say to each other whether all are alike, also those that have compared with one other rank alone."""
+    groups = {ranks: dist.new_group([*ranks]) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
+    pair, across = groups[(0, 1) if rank < 2 else (2, 3)], groups[(0, 2) if rank % 2 == 0 else (1, 3)]
+    reduced = step_check.Reduced()
+    for of_pair, of_across in ((0, 2), (1, 2 if rank % 2 else 3), (1, 2 if rank % 2 else 3)):
+        reductions = Reductions(reduced.compare)
+        values = [torch.full((), float(rank)) for _ in range(of_pair + of_across)]
+        owners = [(mock.Mock(title=f"layer {i - of_pair}"),) for i in range(len(values))]
+        reductions.add(values[:of_pair], pair, owners[:of_pair])
+        reductions.add(values[of_pair:], across, owners[of_pair:])
+        reductions.run()
+        assert [v.item() for v in values] == [rank | 1] * of_pair + [rank | 2] * of_across
 
 
 # ---------------------------------------------------------------------------------- loading weights

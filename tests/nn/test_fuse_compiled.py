@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -273,6 +274,7 @@ def test_a_checkpoint_around_compiled_code_runs_the_graph_of_the_first_run_again
         assert equal_states(net.state_dict(), plain.state_dict())
         assert len(graphs) == 1
     assert plain.left.x_amax_history.count_nonzero() == 3
+    assert copy.deepcopy(net).left.passes.moved_by_graph, "a copy has the graph, too"
 
 
 def test_an_evaluation_that_is_compiled_leaves_the_states_of_training_shared() -> None:

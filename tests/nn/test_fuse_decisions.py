@@ -328,10 +328,11 @@ class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.q, self.counter, self.lists = nn.RMSNorm(64), nn.Linear(64, 64), Counter(), [[0]]
+        self.same = self.counter
 
     def forward(self, x: Tensor) -> Tensor:
         self.counter.passes += 1
-        self.counter.kept.append(x)
+        self.same.kept.append(x)
         self.counter.by_name["all"]["passes"] += 1
         self.lists[0].append(1)
         self.counters.append(1)

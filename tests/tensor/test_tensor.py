@@ -229,6 +229,13 @@ def test_an_operator_under_inference_mode_is_the_one_outside(name: str) -> None:
     assert values[0].any()
 
 
+def test_an_operator_that_writes_is_refused_under_inference_mode_and_not_taken_apart() -> None:
+    """It is made of a view, to which it writes: of what was decoded, as the diagonal, which would be lost."""
+    t = lpq.quantizer("mxfp8").quantize(torch.randn(64, 96))
+    with torch.inference_mode(), pytest.raises(Exception, match="fill_diagonal_"):
+        t.fill_diagonal_(8.0)
+
+
 @pytest.mark.parametrize("weights", ["high_precision", "quantized"])
 def test_a_prepared_weight_that_is_cast_under_inference_mode_stays_prepared(
     weights: Literal["high_precision", "quantized"],
