@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from lpq.calibration import collecting
 from lpq.calibration.collecting import MAGNITUDES, Forward, Pass, Progress, collect, histogram, tokens
@@ -29,12 +31,6 @@ from lpq.registry.errors import suggestion
 from lpq.registry.showing import Readable, number
 from lpq.registry.warning import warn
 from lpq.torch_private.tensors import local_part
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch.distributed import ProcessGroup
-
 
 Bar = AbstractContextManager[Callable[[int], None]]
 """A progress bar; the context gives a function that takes the number of samples so far."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -24,12 +24,10 @@ from lpq import registry
 from lpq.formats.declarations import check_declared, check_side, raised_by, why_no_parts
 from lpq.formats.layout import DIMENSIONS, Buffer, Covering, Stat, StateBuffer, for_dtype, row_major
 from lpq.formats.options import Options
+from lpq.formats.random_bits import RandomBits
 from lpq.formats.rotation import TURN, Rotation
 from lpq.registry.former_names import former
 from lpq.registry.specs import INT64_COUNTS
-
-if TYPE_CHECKING:
-    from lpq.formats.random_bits import RandomBits
 
 Direction = Literal["row", "col"]
 DIRECTIONS: tuple[Direction, Direction] = ("row", "col")

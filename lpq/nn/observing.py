@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,12 @@ from lpq.distributed.part_gathers import gather_rows
 from lpq.distributed.shard import plain
 from lpq.formats import Quantizer
 from lpq.nn.eagerly import run_eagerly
+from lpq.nn.parallel_step import SharedOut
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.operations.states import State
 from lpq.recipes import recipe_sources
 from lpq.tensor.observed import Name, Observed, Observer, operands_of_part
 from lpq.torch_private import autograd
-
-if TYPE_CHECKING:
-    from lpq.nn.parallel_step import SharedOut
 
 O = TypeVar("O", bound=Observer)
 _CHANGING = threading.Lock()

@@ -10,11 +10,13 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from lpq import recipes
 from lpq.distributed import meeting
@@ -36,6 +38,7 @@ from lpq.observe.sharing import device_of, inside_of_replicas, is_shared, refuse
 from lpq.observe.statistics import Question, statistics
 from lpq.observe.sums import SUMS, Reading, reading_of
 from lpq.operations.reduce_statistics import reduce_sum
+from lpq.recipes import RecipeLike
 from lpq.recipes.gemms import TENSORS
 from lpq.recipes.globs import matching
 from lpq.registry.errors import OptionError
@@ -43,13 +46,6 @@ from lpq.registry.showing import brief, listed
 from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.observed import Observed
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch.distributed import ProcessGroup
-
-    from lpq.recipes import RecipeLike
 
 Tokens = tuple[object, ...] | None
 """Which tokens some rows are, and in which basis their column operand is; None where it has none."""

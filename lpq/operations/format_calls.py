@@ -8,7 +8,6 @@ dtype and device; from then on the check is a lookup in a set.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,11 +16,9 @@ from torch.compiler import is_dynamo_compiling
 from lpq import registry
 from lpq.formats.format import Quantizer, Storage
 from lpq.formats.layout import Covering
+from lpq.formats.random_bits import RandomBits
 from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
 from lpq.registry import PluginError
-
-if TYPE_CHECKING:
-    from lpq.formats.random_bits import RandomBits
 
 Shape = tuple[int, int]
 Fault = tuple[str, str]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from lpq.formats.format import Quantizer, Storage
 from lpq.formats.sections import Sections
@@ -13,9 +14,6 @@ from lpq.operations.encoder import EncoderSpec, through_operators
 from lpq.operations.inputs import check_input
 from lpq.operations.part_encoders import bind_part
 from lpq.operations.states import State, remember
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = ["Operands", "encode_operands", "remember"]
 

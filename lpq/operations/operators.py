@@ -6,21 +6,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from lpq import registry
+from lpq.formats.format import Quantizer
 from lpq.formats.layout import row_major
 from lpq.torch_private.compiling import once_when_traced
 from lpq.torch_private.dispatch import PRE_DISPATCH, autocasts, has_key, jit_traces, modes, schema_of, transforms
 from lpq.torch_private.memory import storage_number
 from lpq.torch_private.operators import OF_EACH
-
-if TYPE_CHECKING:
-    from lpq.formats.format import Quantizer
 
 F = TypeVar("F", bound=Callable[..., Any])
 Inside = Callable[[torch.device], AbstractContextManager[object]]

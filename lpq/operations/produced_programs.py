@@ -7,11 +7,12 @@ no format has code for the other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lpq.formats.format import Direction
 from lpq.operations.binding import Encoding
 from lpq.operations.produced_tiles import (
     Produced,
@@ -30,9 +31,6 @@ from lpq.operations.source import Source
 from lpq.operations.states import Recall
 from lpq.operations.tile_program import TileProgram, tile_program
 from lpq.registry import KernelSpec
-
-if TYPE_CHECKING:
-    from lpq.formats.format import Direction
 
 LEAST = 64
 """The rows and columns of a tile, if no block is larger."""

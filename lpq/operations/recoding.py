@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lpq.formats.format import Quantizer
 from lpq.kernels.table import bound_once, optional
 from lpq.kernels.tiles import INPUTS, covering, divides, tile_kernels, tiles
 from lpq.operations.binding import ALIGNED, Operand
 from lpq.operations.fused_pair import Job, TileSide, side_of
-
-if TYPE_CHECKING:
-    from lpq.formats.format import Quantizer
 
 Recode = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """``recode(buffers)``, on the current device: buffers of the row operand in, and of the column operand out."""

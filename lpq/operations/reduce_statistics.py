@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from lpq.formats.layout import Stat
 from lpq.torch_private.collectives import all_reduce
 from lpq.torch_private.operators import copy_each
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 WITHOUT_SIGN = 0x7FFFFFFF
 """The bits of a float but for its sign."""

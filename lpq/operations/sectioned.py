@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lpq import registry
+from lpq.formats.format import Direction, Quantizer
 from lpq.formats.sections import capacity, grid, unit
 from lpq.kernels.fresh import Fresh, allocator, fresh, fresh_by_columns
 from lpq.kernels.sections import SECTIONS, Find, SectionedMatrix, bind_amaxes
@@ -25,9 +26,6 @@ from lpq.operations.binding import Encoded, Encoding
 from lpq.operations.exact_form import Form
 from lpq.operations.fused_pair import ALIGNED, NOTHING, Job, Struct, TileSide, pair_macros, side_of
 from lpq.operations.states import State, recall, recalls
-
-if TYPE_CHECKING:
-    from lpq.formats.format import Direction, Quantizer
 
 LARGEST = Shape(256, BROAD)
 Amaxes = tuple[Tensor | None, Tensor | None]

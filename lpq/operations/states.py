@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from lpq.formats.format import Quantizer
 from lpq.kernels import choose
 from lpq.kernels.table import bound_once
 from lpq.operations.format_calls import lacking
@@ -16,11 +18,6 @@ from lpq.operations.operators import ORDINARY, can_call_directly, define
 from lpq.operations.reduce_statistics import bind_reduction
 from lpq.operations.sides import declared
 from lpq.torch_private.compiling import is_run_again, saved_if_run_again
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from lpq.formats.format import Quantizer
 
 State = Mapping[str, Tensor]
 Recall = Callable[[None, Any, None], Sequence[Tensor | None]]

@@ -3,14 +3,12 @@
 # mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import pluggy
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lpq.registry.specs import FormatSpec, KernelSpec, LayoutSpec, RecipeSpec
+from lpq.registry.specs import FormatSpec, KernelSpec, LayoutSpec, RecipeSpec
 
 PROJECT = "lpq"
 hookspec = pluggy.HookspecMarker(PROJECT)

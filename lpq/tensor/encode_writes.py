@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from lpq import operations
 from lpq.formats.format import Quantizer, Storage
@@ -19,9 +20,6 @@ from lpq.operations.measuring import measure_again
 from lpq.operations.reduce_statistics import Reductions, spans
 from lpq.operations.sides import measures_again
 from lpq.tensor.quantized_tensor import QuantizedTensor
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class _Part:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from lpq.formats.format import Quantizer
 from lpq.operations.argument_checks import as_seed, check_dense, check_offset, check_stack, state_of
@@ -15,9 +16,6 @@ from lpq.operations.operands import encode_operands
 from lpq.operations.states import State, remember
 from lpq.tensor.quantized_tensor import QuantizedTensor
 from lpq.tensor.traced import wrap_operands
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 def quantize(

@@ -12,10 +12,11 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from lpq import registry
 from lpq.formats.format import Direction, Quantizer, Storage
@@ -31,10 +32,6 @@ from lpq.tensor.fsdp_protocol import Gathered
 from lpq.tensor.inference import normal_tensors
 from lpq.tensor.rebuilt import check_flags, operands_of, set_attributes
 from lpq.torch_private.tensors import is_parameter, mark_as_parameter, no_torch_function, wrapper_subclass
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 REMEDY = "shard with fully_shard (FSDP2), HSDP for replicas; or convert with weights=None"
 """The advice in errors about other wrappers of models."""

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from lpq import registry
 from lpq.formats.format import Direction, Quantizer, Storage
 from lpq.operations.operators import opaque_when_traced
 from lpq.tensor.quantized_tensor import QuantizedTensor
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 def _operand_tensors(tensor: QuantizedTensor, direction: Direction, quantizer: str) -> list[Tensor]:

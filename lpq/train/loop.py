@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,6 +25,7 @@ from lpq.files.typed import check_table
 from lpq.kernels.table import ENVIRONMENT, allowed_by
 from lpq.nn.conversion_plan import ConversionPlan, changes_of
 from lpq.nn.names import first_few
+from lpq.recipes import Policy
 from lpq.recipes.policy_sources import refuse_rules
 from lpq.registry.showing import printable
 from lpq.train import data, gpu_size, report, runs
@@ -38,9 +39,6 @@ from lpq.train.recorded import refuse_record
 from lpq.train.report import Outcome, Summary
 from lpq.train.team import Team
 from lpq.train.trainer import Trainer
-
-if TYPE_CHECKING:
-    from lpq.recipes import Policy
 
 LINES = 10
 """About how many lines report on a training where no progress bar can be shown."""

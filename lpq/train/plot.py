@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from lpq.train.trainings import Training
+from lpq.train.trainings import Training
 
 WINDOW = 20
 """A curve is smoothed over this part of its steps: a twentieth."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,9 +19,7 @@ from lpq.train.conclusion import conclusion
 from lpq.train.config import TrainConfig
 from lpq.train.measure import ServedProduct, StepBytes
 from lpq.train.plot import Curve, draw
-
-if TYPE_CHECKING:
-    from lpq.train.trainer import Trainer
+from lpq.train.trainer import Trainer
 
 
 @dataclass(frozen=True)

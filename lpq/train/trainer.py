@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,14 @@ import lpq
 from lpq import checkpoint
 from lpq.checkpoint import CheckpointError
 from lpq.nn.names import plain_name
+from lpq.nn.sharded_weights import Weights
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.nn.stepping import promote
+from lpq.observe import Numerics
 from lpq.observe.replay import Before
 from lpq.observe.trigger import Trigger
 from lpq.optim import MasterWeights, load_high_precision
+from lpq.recipes import Policy
 from lpq.train.config import TrainConfig
 from lpq.train.data import Text
 from lpq.train.errors import Diverged
@@ -41,11 +44,6 @@ from lpq.train.measure import Probe, StepBytes
 from lpq.train.model import GPT, GPTShape
 from lpq.train.recorded import Passes, Recorded
 from lpq.train.team import Team
-
-if TYPE_CHECKING:
-    from lpq.nn.sharded_weights import Weights
-    from lpq.observe import Numerics
-    from lpq.recipes import Policy
 
 HELD_OUT_BATCHES = 16
 """The number of batches of held-out text whose mean is the final loss."""
