@@ -71,8 +71,8 @@ class WeightShard(Gathered, Tensor):
         self.held = new
 
     @staticmethod
-    def __new__(cls, data: Tensor, writes: Writes | None = None) -> WeightShard:
-        with normal_tensors(not data.is_inference()):  # a view in inference mode is one of a parameter
+    def __new__(cls, data: Tensor, writes: Writes | None = None, whole: Tensor | None = None) -> WeightShard:
+        with normal_tensors(not (data if whole is None else whole).is_inference()):  # a view is as the weight it is of
             self: WeightShard = wrapper_subclass(
                 cls, data.shape, data.stride(), data.storage_offset(), dtype=data.dtype, device=data.device
             )
@@ -89,7 +89,7 @@ class WeightShard(Gathered, Tensor):
         result = func(*args, **kwargs)
         if func.is_view:  # a write to it is a write to the weight
             (whole,) = shards.values()
-            return tree_map_only(Tensor, lambda view: WeightShard(view, whole.writes), result)
+            return tree_map_only(Tensor, lambda view: WeightShard(view, whole.writes, whole), result)
         if func in COPIES:
             return as_shard(result)
         if changed := [shards[id(value)] for value in written(func, args, kwargs) if id(value) in shards]:

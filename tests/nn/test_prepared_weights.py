@@ -222,3 +222,17 @@ def test_weights_that_are_prepared_under_inference_mode_are_trained(weights: Any
         model(X).square().sum().backward()
     assert torch.equal(net[0].weight.grad, other[0].weight.grad)
     assert not any(parameter.is_inference() for parameter in net.parameters())
+
+
+@WEIGHTS
+def test_weights_that_inference_mode_made_are_viewed_and_written_there(weights: Any) -> None:
+    with torch.inference_mode():
+        net = linears(64, 64)
+    lpq.convert(net, "mxfp8", weights=weights)
+    before = net(X)
+    with torch.inference_mode():
+        net[0].weight[:32].zero_()
+    after = net(X)
+    assert torch.equal(after[..., :32], net[0].bias[:32].expand_as(after[..., :32]))
+    assert torch.equal(after[..., 32:], before[..., 32:])
+    assert not torch.equal(after, before)
