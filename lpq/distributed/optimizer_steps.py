@@ -67,8 +67,8 @@ class Steps:
         self._last, self._adding = -1, Lock()
         self._looks: dict[int, _Look] = {}
         """The optimizers, by their ``id``. The dead are removed when another one is looked at."""
-        self._parts: list[Optimizer] = []
-        """Optimizers whose steps are at present parts of the step of another one."""
+        self._parts = weakref.WeakValueDictionary[int, Optimizer]()
+        """Optimizers, by their ``id``, whose steps are at present parts of another one's, or were when that raised."""
         register_optimizer_step_pre_hook(torch.compiler.disable(self._before))  # type: ignore[no-untyped-call]
         register_optimizer_step_post_hook(torch.compiler.disable(self._after))  # type: ignore[no-untyped-call]
 
@@ -107,9 +107,9 @@ class Steps:
         return look if look is not None and look.optimizer() is optimizer else None
 
     def _before(self, optimizer: Optimizer, *_: object) -> None:
-        if (own := _of_this_rank(optimizer)) is not None and not self._is_part(own):
-            self._parts.append(own)
-        if self._is_part(optimizer):
+        if (own := _of_this_rank(optimizer)) is not None:
+            self._parts[id(own)] = own
+        if id(optimizer) in self._parts:
             return
         look = self._look(optimizer)
         look.is_done = False  # a step that raised may have left it
@@ -117,17 +117,14 @@ class Steps:
             watcher.before_step(optimizer)
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
-        if (own := _of_this_rank(optimizer)) is not None and self._is_part(own):
-            self._parts.remove(own)
+        if (own := _of_this_rank(optimizer)) is not None:
+            self._parts.pop(id(own), None)
         look = self._last_look(optimizer)
-        if look is None or not look.concerned or self._is_part(optimizer):
+        if look is None or not look.concerned or id(optimizer) in self._parts:
             return
         if not look.is_done:
             self.reductions(optimizer).run()
         look.is_done = False
-
-    def _is_part(self, optimizer: Optimizer) -> bool:
-        return any(part is optimizer for part in self._parts)
 
     def reductions(self, optimizer: Optimizer) -> Reductions:
         """Return the reductions of all watchers after the step of this optimizer. An optimizer that calls this runs
@@ -142,11 +139,11 @@ class Steps:
     @contextmanager
     def part(self, optimizer: Optimizer) -> Iterator[None]:
         """Make the step of this optimizer a part of another optimizer's step, for which alone watchers are called."""
-        self._parts.append(optimizer)
+        self._parts[id(optimizer)] = optimizer
         try:
             yield
         finally:
-            self._parts.remove(optimizer)  # and not the last one, which another thread may have added
+            self._parts.pop(id(optimizer), None)
 
 
 def _of_this_rank(optimizer: Optimizer) -> Optimizer | None:

@@ -4,8 +4,11 @@ DistributedDataParallel remember their own, or say why they would not."""
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 import lpq
+from lpq.distributed.optimizer_steps import steps
 from lpq.observe.collectives import collectives
 
 
@@ -120,6 +124,21 @@ def test_an_optimizer_that_has_others_step_other_parameters(rank: int) -> None:
         net(_batch(rank, number)).square().mean().backward()
         optimizer.step()
         assert _agree(net)
+
+
+def test_a_part_of_a_step_that_raised_goes_with_its_optimizer() -> None:
+    """As after a step that ran out of memory, where the optimizer is made anew: the part has the states."""
+    steps()  # it calls the hooks from here on
+    param = nn.Parameter(torch.ones(2))
+    optimizer = _WithAnother([param], [param])
+    optimizer.step()
+    part = weakref.ref(optimizer.optim)
+    with mock.patch.object(optimizer.optim, "step", side_effect=RuntimeError), pytest.raises(RuntimeError):
+        optimizer.step()
+    assert part() is not None
+    del optimizer
+    gc.collect()
+    assert part() is None
 
 
 @on_ranks(2)
