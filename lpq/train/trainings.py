@@ -167,9 +167,23 @@ def refuse_other_policies(trainings: Iterable[Training], policies: Mapping[str, 
             )
 
 
+def refuse_other_weights(trainings: Iterable[Training], folder: Path) -> None:
+    """Raise an error if trainings of one title, from several seeds, had weights that were stored in several ways."""
+    stored: dict[str, object] = {}
+    for training in trainings:
+        own = training.settings.get("weights")
+        if (other := stored.setdefault(training.title, own)) != own:
+            raise TrainError(
+                f"{file_of(folder, training.title, training.seed)} is of a training with weights = {own!r}, and the "
+                f"mean of {training.title} has one with weights = {other!r}: move the files of one of them to another "
+                "directory"
+            )
+
+
 def refuse_mixed(trainings: Sequence[Training], folder: Path) -> None:
     """Raise an error if the trainings in ``folder`` are not of one comparison."""
     refuse_others(trainings, folder)
+    refuse_other_weights(trainings, folder)
     for training in trainings[:1]:
         refuse_other_text(trainings, training.text, folder)
         refuse_other_baseline(trainings, training.title, folder)

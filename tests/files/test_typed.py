@@ -111,6 +111,10 @@ def test_a_curve_of_other_types_is_refused(
         ({"settings": {"steps": 2, "batch": 1, "seq": 8, "data": ["b"]}}, "with data = ('b',), and data = ('a',) is"),
         ({"text": "1"}, "was trained on another text"),
         ({"title": "fp32", "policy": ""}, "fp32-seed1.json is a baseline, and bf16 is, too"),
+        (
+            {"settings": {**curve().settings, "weights": "quantized"}},
+            "training with weights = 'quantized', and the mean of nvfp4 has one with weights = None: ",
+        ),
     ],
 )
 def test_trainings_of_several_comparisons_have_no_table(
