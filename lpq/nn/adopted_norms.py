@@ -2,7 +2,7 @@
 
 A module is tried on a few rows. If a norm that lpq knows has the same output and gradients, to the bit, that norm
 may stand for it. Functions of torch are not counted, as modules compute a norm by various ones. So rows are of many
-sizes, by which a clamp or another place of epsilon shows, and a module that asks for the shape of its input is left
+sizes, by which a clamp or another place of epsilon shows, and a module that decides by the shape of its input is left
 alone.
 """
 
@@ -170,18 +170,16 @@ class _Asking(Trial):
         return result
 
 
-class _LastOf:
-    """A shape of which only the last size may be asked for."""
-
-    def __init__(self, shape: torch.Size) -> None:
-        self.last = shape[-1:]
+class _LastOf(tuple[int, ...]):
+    """A shape of which only the last size may be asked for. Functions of torch take it, as ``view`` does."""
 
     def __getitem__(self, at: Any) -> Any:
         if at not in (-1, slice(-1, None)):
             raise TypeError("a norm asks for another size than its own")
-        return self.last[at]
+        return super().__getitem__(at)
 
-    __len__ = __eq__ = __hash__ = None  # type: ignore[assignment]  # whoever asks for one raises
+    __iter__ = __len__ = __contains__ = __add__ = __mul__ = __rmul__ = index = count = None  # type: ignore[assignment]
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = None  # type: ignore[assignment]
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -99,7 +99,7 @@ class Trial(TorchFunctionMode):
         self.reads_tensors = False
         """Whether the name of a parameter or a buffer was read, even one that is None."""
         self.drew = False
-        """Whether random numbers of Python or NumPy were drawn, or a generator of them was read."""
+        """Whether random numbers of torch, Python or NumPy were drawn, or a generator of them was read."""
         self._copies: list[tuple[Any, dict[str, Any], list[int]]] = []
         self._held: list[tuple[Any, Any]] = []
         """The containers in attributes that the forward read, each with its contents then."""
@@ -116,11 +116,13 @@ class Trial(TorchFunctionMode):
             torch.enable_grad() if self.grads else torch.no_grad(),
         ):
             self._around.enter_context(context)
+        self._of_torch = torch.get_rng_state()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self.drew |= not torch.equal(torch.get_rng_state(), self._of_torch)  # one function may draw, or not, as a ReLU
         self._around.__exit__(*raised)
         for held, before in reversed(self._held):  # what is reached twice was noted first as it was
             if not _is_as(held, before):
@@ -241,8 +243,7 @@ def numbers(count: int) -> list[Tensor]:
 
 
 def _random_states() -> bytes:
-    """The states of the random numbers of Python and, if somebody imported it, of NumPy. Torch's are counted as
-    functions."""
+    """The states of the random numbers of Python and, if somebody imported it, of NumPy."""
     numpy = sys.modules.get("numpy")
     return pickle.dumps((random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)))
 
