@@ -39,7 +39,7 @@ def layer_noise(model: nn.Module, batches: Iterable[Any], *, forward: Forward = 
     Args:
         model: A converted model that is not sharded.
         batches: Tensors, sequences of arguments or mappings of them.
-        forward: ``forward(model, batch)`` calls the model; None: with the arguments of the batch.
+        forward: ``forward(model, batch)`` calls the model in another way than with the arguments of the batch.
     """
     layers = {
         (place.layer, place.stack): place.name if place.expert is None else place.weight.removesuffix(".weight")

@@ -135,7 +135,7 @@ class _Whole:
         self._own.append((parameters, buffers))
         for name, parameter in parameters.items():
             if isinstance(parameter, DTensor):
-                layer._parameters[name] = nn.Parameter(_whole(parameter), requires_grad=False)
+                layer._parameters[name] = nn.Parameter(parameter.full_tensor().detach(), requires_grad=False)
         # Buffers are equal on all ranks.
         layer._buffers.update({name: None if b is None else local_part(b) for name, b in buffers.items()})
         return (whole, *others), kwargs
@@ -149,7 +149,3 @@ class _Whole:
             parameters, buffers = self._own.pop()
             self._layer._parameters.update(parameters)
             self._layer._buffers.update(buffers)
-
-
-def _whole(parameter: DTensor) -> Tensor:
-    return parameter.full_tensor().detach()

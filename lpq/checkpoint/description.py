@@ -57,7 +57,7 @@ class Description:
     """The formats of ``quantized``."""
     stacks: Mapping[str, Any] | None = None
     """By the name of each stack of experts its recipe, as text, and the names of its layers in files, with ``{}`` in
-    the place of the expert's number, or None (``lpq.nn.expert_names``); None: they were not noted."""
+    the place of the expert's number, or None (``lpq.nn.expert_stacks``); None: they were not noted."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """The names in files of tensors beside such stacks that have other names there."""
     aliases: Mapping[str, str] = field(default_factory=dict)

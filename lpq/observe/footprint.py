@@ -91,7 +91,8 @@ def memory(
         ranks: The number of ranks that share it; None: as it is sharded, or one rank.
         blocks: The modules on which ``fully_shard`` is called before it is called on the model. These are gathered once
             more in backward.
-        param_dtype: The one of FSDP2's ``MixedPrecisionPolicy``.
+        param_dtype: The ``param_dtype`` of FSDP2's ``MixedPrecisionPolicy``; None: each parameter is gathered in its
+            own dtype.
         moments: The formats of AdamW's states by their names, as ``QuantizedStates`` takes them; a state that is not
             named stays in high precision.
     """

@@ -97,18 +97,13 @@ def state_of(
 ) -> dict[str, Tensor]:
     """The buffers of a state that the quantizer needs; empty if it remembers nothing. Messages call the state ``what``,
     and the tensor that is encoded ``of``."""
+    remedy = f"pass the result of {quantizer}.new_state(), or None to encode with the statistics of {of}"
     if not isinstance(state, Mapping):
-        raise TypeError(
-            f"{what} is a {type(state).__name__}: pass the result of {quantizer}.new_state(), or None to encode "
-            f"with the statistics of {of}"
-        )
+        raise TypeError(f"{what} is a {type(state).__name__}: {remedy}")
     branches = quantizer.state_branches().items()
     needed = {prefix + buffer.name: buffer.shape for prefix, side in branches for buffer in side.state}
     if missing := [name for name in needed if name not in state]:
-        raise ValueError(
-            f"{what} has no {', '.join(missing)}: pass the result of {quantizer}.new_state(), or None to encode with "
-            f"the statistics of {of}"
-        )
+        raise ValueError(f"{what} has no {', '.join(missing)}: {remedy}")
     for name, shape in needed.items():
         if fault := _unfit_buffer(state[name], shape, device):
             raise ValueError(f"{what}: {name} {fault}: pass the result of {quantizer}.new_state(device)")
