@@ -110,7 +110,7 @@ def layout_hash(*texts: str) -> str:
 def unaliased(tensors: Sequence[Tensor], inputs: Sequence[Tensor | None], *sides: Quantizer | None) -> list[Tensor]:
     """The tensors that an operator may return: the buffers of fresh operands of ``sides``, in their own memory layouts,
     then contiguous tensors. None is an input, and none comes twice. A kernel must ensure that itself. A format need
-    not: it may return a statistic of the whole matrix as a buffer, and the same one in both operands."""
+    not: it may return the matrix, or a statistic of the whole matrix, as a buffer, and one buffer in both operands."""
     memories = {_memory(t) for t in inputs if t is not None}
     buffers = [buffer for side in sides if side is not None for buffer in side.layout]
     out: list[Tensor] = []

@@ -56,7 +56,7 @@ def quantize_reference(
             bits = RandomBits(seed, 1, (across, offset)) if col.stochastic and seed is not None else None
             named = _named(col, all_stats[len(all_stats) - len(col.stats) :])
             out += encoded_by(col, x.t(), named, bits).tensors()
-    return unaliased(out + (measured if measure else []), stats, row, col)
+    return unaliased(out + (measured if measure else []), (x, *stats), row, col)
 
 
 def _named(side: Quantizer, stats: Sequence[Tensor | None]) -> dict[str, Tensor]:

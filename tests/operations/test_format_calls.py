@@ -57,6 +57,21 @@ class Transposes(Right):
         return self.storage(data=(x / scale).to(torch.int8), scale=scale)
 
 
+class Halves(Storage):
+    layout = (Buffer("data", torch.float16),)
+
+    def decode(self) -> Tensor:
+        return self.data.float()
+
+
+@dataclass(frozen=True)
+class KeepsHalves(Quantizer):
+    """A matrix in fp16 is what it stores."""
+
+    def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
+        return self.storage(data=x.half())
+
+
 @dataclass(frozen=True)
 class MakesItsSides(Right):
     fine: bool = False
@@ -179,3 +194,15 @@ def test_it_is_looked_at_once(use: Callable[..., None], monkeypatch: pytest.Monk
 def test_an_empty_matrix_says_nothing_of_others(use: Callable[..., None]) -> None:
     with pytest.raises(PluginError, match="returned scale of shape"):
         use("WrongShape", "Rows", rows=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_an_operand_has_memory_of_its_own(register: Callable[..., object], dtype: torch.dtype) -> None:
+    """Also where ``encode`` had nothing to convert and returned the matrix: who writes to it changes no operand."""
+    register(FormatPlugin("halves", KeepsHalves, Halves), name="halves")
+    x = torch.randn(6, 40).to(dtype)
+    tensor, expected = lpq.quantizer("halves").quantize(x), x.half().to(dtype, copy=True)
+    x.fill_(torch.nan)
+    for _, operand in tensor.operands:
+        assert operand.tensors()[0].untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    assert torch.equal(tensor.dequantize(), expected)
