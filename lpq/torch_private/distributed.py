@@ -51,6 +51,11 @@ active_replica: Callable[[], Any] = partial(getattr, DistributedDataParallel, "_
 """The ``DistributedDataParallel`` inside of whose forward this runs; None outside of any."""
 
 
+def outlasts_ranks(wrapper: Any) -> bool:
+    """Whether a ``DistributedDataParallel`` goes on without ranks that have no batch left, inside of its ``join()``."""
+    return bool(wrapper._join_config.enable and not wrapper._join_config.throw_on_early_termination)
+
+
 name_group: Callable[[Any, ProcessGroup], None] = _register_process_group
 """Give a group the name by which operators find it."""
 

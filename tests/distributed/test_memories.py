@@ -159,3 +159,29 @@ def test_replicas_that_would_not_remember_their_own(rank: int) -> None:
         for y in (got, expected):
             y.sum().backward()
     assert alone[0].x_amax_history.max() > 0
+
+
+@on_ranks(2)
+def test_replicas_that_would_go_on_without_a_rank(rank: int) -> None:
+    """The states of that step would have no counterpart there: gloo ended the processes."""
+
+    def steps_of(recipe: str, batches: int, **options: Any) -> Any:
+        net = _replicated(_net(recipe))
+        optimizer = SGD(net.parameters(), lr=0.1)
+        with net.join(**options):
+            for number in range(batches):
+                net(_batch(rank, number)).square().mean().backward()
+                optimizer.step()
+        return net
+
+    steps_of("fp8-current", 1 + rank)
+    words = (
+        r"layer 0, lpq\.nn\.Linear\(32, 32\): .*inside of join\(\) a rank without a batch does not: give each rank as"
+    )
+    for batches in (1 + rank, 2):
+        with pytest.raises(RuntimeError, match=words):
+            steps_of("fp8-delayed", batches)
+    with pytest.raises(RuntimeError, match=r"exhausted (all )?inputs"):
+        steps_of("fp8-delayed", 1 + rank, throw_on_early_termination=True)
+    for options in ({"throw_on_early_termination": True}, {"enable": False}):
+        assert _agree(steps_of("fp8-delayed", 2, **options))

@@ -93,6 +93,11 @@ def test_two_ranks(rank: int) -> None:
     replica(torch.ones(2))
     module(torch.ones(2))
     assert module.found == [replica, None]
+    outlasts = []
+    for options in ({}, {"throw_on_early_termination": True}, {"enable": False}):
+        with replica.join(**options):  # type: ignore[no-untyped-call]
+            outlasts.append(distributed.outlasts_ranks(replica))
+    assert outlasts == [True, False, False]
 
     group = dist.group.WORLD
     assert group is not None
