@@ -46,8 +46,12 @@ class ExpertParallel(ParallelStyle):
         check_part(module, f", to be shared out by ExpertParallel(dispatch={self.how!r})", device_mesh)
         _check(module, device_mesh)
         encoded = self.how == "encoded"
-        if encoded:
-            encoded_rows(f"ExpertParallel: {type(module).__name__}", module)
+        if encoded and (why_not := encoded_rows(module)[1]):
+            raise ValueError(
+                f"ExpertParallel: rows of {type(module).__name__} cannot be dispatched encoded: {why_not}. Use "
+                "dispatch='high_precision', or one recipe whose x is encoded row by row, and whose column operand is "
+                "made of that (col_source=row)"
+            )
         check = ModelCheck(module)  # replicas, with which no rows are exchanged
         for part in module.modules():
             if hasattr(type(part), "dispatched"):

@@ -22,6 +22,7 @@ from lpq.formats.layout import row_major
 from lpq.formats.sections import why_not_row_by_row
 from lpq.operations.offsets import as_offsets
 from lpq.operations.operands import encode_operands
+from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.autograd import at_the_end_of_backward
 from lpq.torch_private.collectives import all_to_all, arrived, begin_all_reduce
@@ -121,9 +122,12 @@ class RowExchange(Dispatched):
             offsets = as_offsets(title, ends, experts, rows).to(torch.int64)
             if not self.sends:
                 offsets = torch.zeros_like(offsets)
+            quantizer, why_not = encoded_rows(self._module) if self.encoded else (None, "")
+            if why_not:
+                warn(f"{title}: rows are dispatched in high precision as long as they cannot be encoded: {why_not}")
             lines = None
-            if self.encoded:
-                lines = _lines(rows.detach(), encoded_rows(title, self._module), title)
+            if quantizer is not None:
+                lines = _lines(rows.detach(), quantizer, title)
             elif isinstance(rows, QuantizedTensor):
                 raise ValueError(
                     f"{title}: its rows are encoded already, as {rows.quantizer}, and travel in high precision: pass "
@@ -263,24 +267,15 @@ def _pieces(lines: Tensor, buffers: Sequence[Tensor]) -> Iterator[Tensor]:
 # ---------------------------------------------------------------------------------------------- what may travel so
 
 
-def encoded_rows(title: str, module: nn.Module) -> Quantizer:
-    """The quantizer of the rows that are dispatched to a module of experts; an error where they cannot be encoded."""
-    layers: list[Any] = [layer for layer in module.modules() if hasattr(type(layer), "dispatched")]
-    recipes = {layer.recipe for layer in layers}
+def encoded_rows(module: nn.Module) -> tuple[Quantizer | None, str]:
+    """The quantizer of the rows that are dispatched to a module of experts; None, and why, if none can be encoded."""
+    recipes: set[Any] = {layer.recipe for layer in module.modules() if hasattr(type(layer), "dispatched")}
     if len(recipes) != 1 or None in recipes:
         names = sorted(str(recipe and recipe.title) for recipe in recipes)
-        raise ValueError(
-            f"{title} has layers with the recipes {names}, and rows that are dispatched encoded have one: give its "
-            "layers one recipe, or dispatch='high_precision'"
-        )
+        return None, f"it has layers with the recipes {names}, and rows that are dispatched encoded have one"
     quantizer: Quantizer = recipes.pop().x
     reason = why_not_row_by_row(quantizer)
-    if reason is not None:
-        raise ValueError(
-            f"{title}: rows cannot be dispatched encoded as x={quantizer}: {reason}. Use dispatch='high_precision', or "
-            "a recipe whose x is encoded row by row, and whose column operand is made of that (col_source=row)"
-        )
-    return quantizer
+    return (quantizer, "") if reason is None else (None, f"x={quantizer}: {reason}")
 
 
 def own_experts(title: str, parameter: Any) -> Tensor:

@@ -374,6 +374,37 @@ def test_the_report_says_how_rows_travel(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_rows_travel_as_they_are_where_a_step_has_a_recipe_that_cannot_encode_them(rank: int) -> None:
+    """As the last steps of a policy, or the recipes that ``culprits`` tries."""
+    x, gradient, offs = rows(rank)
+    policy = {"rules": [{"match": "*", "recipe": MX, "until": 1}, {"match": "up", "recipe": "mxfp8"}]}
+    made = []
+    for how in ("high_precision", "encoded"):
+        torch.manual_seed(0)
+        model = parallelize_module(
+            lpq.convert(Experts(None, bias=False), policy), mesh_of(), ExpertParallel(dispatch=how)
+        )  # type: ignore[arg-type]
+        for step, size in enumerate((HIGH if how == "high_precision" else WIDTH + WIDTH // 32, HIGH)):
+            lpq.set_step(model, step)
+            with lpq.observe.collectives() as seen, warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                y = model(x.requires_grad_(), offs)
+            y.backward(gradient)
+            sent = [c.bytes for c in seen if c.kind == "all_to_all_single"]
+            assert sent[1] == size * (len(x) - BEHIND)
+            said = [str(one.message) for one in told if "rows are dispatched" in str(one.message)]
+            assert len(said) == (step == 1 and how == "encoded"), said
+            made.append([y, x.grad, *(local_part(p.grad) for p in model.parameters())])
+            made[-1] = [t.clone() for t in made[-1] if t is not None]
+        notes = {entry.name: entry.note for entry in lpq.report(model).parallel}
+        assert notes["up"].endswith("rows are dispatched in high precision"), notes
+        x.grad = None
+    assert "layers with the recipes ['None', 'mxfp8'], and rows that" in said[0]
+    assert equal(made[0] + made[1], made[2] + made[3])
+    assert not equal(made[0], made[1])
+
+
+@on_ranks(2)
 def test_what_ranks_cannot_share_out_is_refused(rank: int) -> None:
     mesh = mesh_of()
     odd = nn.ModuleDict({"up": GroupedLinear(3, WIDTH, WIDTH, recipe=None)})
