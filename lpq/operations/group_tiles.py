@@ -288,9 +288,10 @@ def bind_of_groups(dtype: torch.dtype, device: torch.device) -> Finish:
 
 
 def sum_rows(x: Tensor, offs: Tensor) -> Tensor:
-    """Sum the rows of each group, by a product with ones."""
+    """Sum the rows of each group, by a product with ones. A sum with a value that is not finite is NaN."""
     row = torch.arange(len(x), device=offs.device)
     begins = torch.cat([offs.new_zeros(1), offs[:-1]])
-    member = (row >= begins[:, None]) & (row < offs[:, None])
-    inside = torch.where((row < offs[-1])[:, None], x, x.new_zeros(()))
-    return member.to(x.dtype) @ inside
+    member = ((row >= begins[:, None]) & (row < offs[:, None])).to(x.dtype)
+    finite = x.isfinite()
+    broken = member @ finite.logical_not().to(x.dtype)  # a product of what is not finite would reach every group
+    return torch.where(broken > 0, torch.nan, member @ torch.where(finite, x, x.new_zeros(())))

@@ -140,6 +140,20 @@ def test_a_layer_computes_the_same_up_to_sums(recipe: str, monkeypatch: pytest.M
         assert any(not torch.equal(a, b) for a, b in zip(usual, at_once, strict=True)), "the other way was taken"
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_sum_of_what_is_not_finite_is_that_of_its_group_alone(bad: float) -> None:
+    """A product with ones has all rows in each sum: 0 times NaN is NaN."""
+    counts = [5, 0, 33, 16]
+    x, offs = rows(counts)
+    wanted = torch.stack([part.sum(0) for part in x.split([*counts, 3])[:-1]])
+    torch.testing.assert_close(group_tiles.sum_rows(x, offs), wanted, rtol=1e-5, atol=1e-3)
+    x[7, 2] = bad
+    found = group_tiles.sum_rows(x, offs)
+    assert found[2, 2].isnan()
+    found[2, 2] = wanted[2, 2]
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-3)
+
+
 @WAITS
 def test_what_cannot_be_done_at_once_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "at_once", lambda *_: True)
