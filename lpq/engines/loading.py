@@ -26,7 +26,7 @@ from lpq.engines.reading import Files, Quantized
 from lpq.files.disk import place
 from lpq.formats import Storage
 from lpq.nn import Layer, convert
-from lpq.nn.expert_stacks import ExpertStack, Names, renamed
+from lpq.nn.expert_stacks import ExpertStack, Names, expert_stacks, names_in_files
 from lpq.nn.names import plain_name
 from lpq.nn.sharded_weights import Weights, check_replaced
 from lpq.nn.stateful_layer import StatefulLayer
@@ -66,14 +66,15 @@ def load_quantized(
     """
     path = place(path)
     with CheckpointRanks(alone=True).error_context(f"{path} cannot be loaded"):
-        files = Files(path)
+        files, view = Files(path), Model(model)
+        stacked = {stack.name for stack in expert_stacks(view.module)}
+        files.rename(names_in_files(view.module, [name for name in view.tensors() if name not in stacked]))
         layers = files.quantized()
         if not layers:
             raise CheckpointError(
                 f"{CONFIG} describes quantized layers, and no tensor of the files is one of theirs: their names, the "
                 "targets or what is ignored were changed"
             )
-        view = Model(model)
         stacks = stacks_in_model(view.module, layers)
         _check_model(view, layers, stacks)
         fresh = not any(isinstance(m, StatefulLayer) and m.recipe is not None for m in model.modules())
@@ -139,11 +140,10 @@ class _Job:
     def judge(self) -> None:
         """Find what each tensor of the model gets; everything that can be wrong."""
         tensors = self._tensors()
-        other = renamed(self.model.module, [name for name in tensors if name not in self.stacks])
         names: set[str] = set()
         filled: set[int] = set()
         for name, tensor in tensors.items():
-            own = self._judge_tensor(name, other.get(name, name), tensor)
+            own = self._judge_tensor(name, tensor)
             if own is not None:
                 names |= own
                 filled.add(id(tensor))
@@ -167,9 +167,8 @@ class _Job:
         memories = self.model.memories()
         return {key.removeprefix(PREFIX): tensor for key, tensor in state.items() if key not in memories}
 
-    def _judge_tensor(self, name: str, other: str, tensor: Tensor) -> set[str] | None:
-        """The tensors of the files that one of the model gets, which may be called ``other`` there; None if there are
-        none."""
+    def _judge_tensor(self, name: str, tensor: Tensor) -> set[str] | None:
+        """The tensors of the files that one of the model gets; None if there are none."""
         layer = name.removesuffix(".weight")
         if (stack := self.stacks.get(name)) is not None:
             names = stack.names
@@ -178,11 +177,10 @@ class _Job:
             return self._judge_quantized(name, tensor, [(layer,)], lambda read: read(layer))
         if (stack := self.stacks.get(f"{name.removesuffix('bias')}weight")) is not None and name.endswith("bias"):
             return self._judge_biases(name, tensor, [f"{layer}.bias" for layer in stack.layers])
-        stored = name if name in self.files.tensors else other
-        if stored not in self.files.tensors:
+        if name not in self.files.tensors:
             return None
-        self._judge_plain(stored, tensor, name)
-        return {stored}
+        self._judge_plain(name, tensor, name)
+        return {name}
 
     def _judge_quantized(
         self, name: str, weight: Tensor, names: Names, operand: Callable[[Callable[[str], Storage]], Storage]

@@ -72,10 +72,25 @@ class Files:
         self.tensors = {name: reader.tensors[name] for name, reader in self._place.items()}
         """The dtype and the shape of each tensor."""
         self.layout, self._described = _described(self.json)
+        self._in_file: dict[str, str] = {}
+        """The names that tensors have in the files, of those that ``rename`` gave others."""
+
+    def rename(self, others: Mapping[str, str]) -> None:
+        """Call tensors as the model does. ``others``: the names that weights have in files where they have another one
+        there; what lies beside a weight is called so, too. A name that the files have stays."""
+        own = {in_file: name for name, in_file in others.items()}
+        pairs = [(*in_file.rsplit(".", 1), *name.rsplit(".", 1)) for in_file, name in own.items()]
+        layers = {pair[0]: pair[2] for pair in pairs if pair[1:4:2] == ("weight", "weight")}
+        for in_file in [*self.tensors]:
+            layer, _, leaf = in_file.rpartition(".")
+            name = own.get(in_file, f"{layers[layer]}.{leaf}" if layer in layers else in_file)
+            if name not in self.tensors:
+                self.tensors[name], self._place[name] = self.tensors.pop(in_file), self._place.pop(in_file)
+                self._in_file[name] = in_file
 
     def read(self, name: str) -> Tensor:
         """One of its tensors."""
-        return self._place[name].read(name)
+        return self._place[name].read(self._in_file.get(name, name))
 
     def quantized(self) -> dict[str, Quantized]:
         """The layers whose weights are quantized, by name; that all their tensors are there."""
@@ -85,7 +100,8 @@ class Files:
             layer, _, leaf = name.rpartition(".")
             leaves.setdefault(layer, {})[leaf] = kind
         for layer, own in leaves.items():
-            facts = self._described(layer)
+            in_file = self._in_file.get(f"{layer}.{next(iter(own))}", "").rpartition(".")[0]
+            facts = self._described(in_file or layer) or self._described(layer)
             if facts is None:
                 continue
             parts = tuple(_as_named(part, own) for part in parts_of(*facts))

@@ -109,15 +109,15 @@ def renamed(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
 
 
 def names_in_files(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
-    """The names in files of the tensors that have another name there."""
+    """The names in files of the tensors that have another name there, and are a tensor there."""
     convert = _reverts(model)
     if convert is None:
         return {}
     numbers = {name: torch.full(SMALL, i, dtype=torch.float64) for i, name in enumerate(names)}  # to see where they go
     by_name: dict[str, list[str]] = {}
     for in_files, value in convert(model, numbers).items():
-        for number in value.unique().tolist():
-            by_name.setdefault(names[int(number)], []).append(in_files)
+        if len(of := value.unique().tolist()) == 1:  # else several are joined in files
+            by_name.setdefault(names[int(of[0])], []).append(in_files)
     return {name: own[0] for name, own in by_name.items() if own != [name] and len(own) == 1}
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny import layers, llama, tensors
 from torch import Tensor
 
@@ -33,7 +35,7 @@ def amaxes(weight: Tensor, how: Any) -> Tensor:
     return magnitudes.unflatten(1, (-1, how.group_size)).amax(-1)
 
 
-def saved_by_others(preset: str, path: Path) -> Any:
+def saved_by_others(preset: str, path: Path, made: Callable[[], Any] = llama) -> Any:
     """A model that is quantized by one of the schemes of compressed-tensors, with scales as it calculates them."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
@@ -44,8 +46,10 @@ def saved_by_others(preset: str, path: Path) -> Any:
     )
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    model, groups = llama(), {"group_0": preset_name_to_scheme(preset, ["Linear"])}
-    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
+    model, groups = made(), {"group_0": preset_name_to_scheme(preset, ["Linear"])}
+    apply_quantization_config(
+        model, QuantizationConfig(config_groups=groups, ignore=["lm_head", "re:.*vision_tower.*"])
+    )
     for module in model.modules():
         if (scheme := getattr(module, "quantization_scheme", None)) is None:
             continue
@@ -65,7 +69,7 @@ def saved_by_others(preset: str, path: Path) -> Any:
     model.save_pretrained(path)
     compressor.update_config(path)
     how = transformers.CompressedTensorsConfig(dequantize=True)
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, quantization_config=how)
+    return type(model).from_pretrained(path, dtype=torch.bfloat16, quantization_config=how)
 
 
 PRESETS = ["FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "NVFP4A16", "MXFP8", "MXFP4"]
@@ -92,6 +96,36 @@ def test_a_model_that_others_quantized_is_read_as_they_read_it(preset: str, tmp_
         expected = value.float() if wide else value
         assert expected.dtype == after[name].dtype
         assert torch.equal(expected.view(torch.uint8), after[name].view(torch.uint8)), name
+
+
+def llava() -> Any:
+    """A model of images and text, whose tensors have names of earlier transformers in files."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=64)
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=28, patch_size=14)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=63)
+    torch.manual_seed(0)
+    return transformers.LlavaForConditionalGeneration(config).bfloat16()
+
+
+@pytest.mark.parametrize("weights", ["quantized", None])
+def test_tensors_may_have_the_names_that_transformers_gives_them_in_files(weights: Any, tmp_path: Path) -> None:
+    theirs = saved_by_others("FP8", tmp_path, llava)
+    assert "language_model.model.layers.0.self_attn.q_proj.weight_scale" in tensors(tmp_path)
+    model = llava()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
+    read = lpq.load_quantized(model, tmp_path, weights=weights)
+    assert len(layers(read)) == 9
+    for name, parameter in read.named_parameters():
+        value = parameter.dequantize() if weights and name.removesuffix(".weight") in layers(read) else parameter
+        assert torch.equal(value, theirs.get_parameter(name)), name
+    assert all(len(layer.static_values()) == 1 for layer in layers(read).values())
+    strange = {**tensors(tmp_path), "language_model.strange.weight": torch.ones(2)}
+    save_file(strange, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"no place: language_model\.strange\.weight"):
+        lpq.load_quantized(llava(), tmp_path, weights=weights)
 
 
 @pytest.mark.parametrize("preset", ["MXFP8", "MXFP4"])
