@@ -137,7 +137,7 @@ class Export:
 
         with ranks.error_context(f"nothing is exported to {target}"):
             plan, source = _planned(model, layout, dtype, input_amax, leave, siblings, shard_bytes, ranks, target)
-            config = ranks.first(lambda: _config(source.model, base, plan, dtype))
+            config = ranks.first(lambda: _config(source, base, plan, dtype))
             config_json = config[CONFIG]
             no_model = [NO_MODEL] if not config_json.get("architectures") else []
             remarks = plan.remarks(next((str(config_json[key]) for key in DTYPE if config_json.get(key)), None))
@@ -190,6 +190,7 @@ class _Source:
     model: nn.Module | None
     notes: tuple[str, ...] = ()
     """Remarks for the user."""
+    saved: SavedCheckpoint | None = None
 
 
 def _planned(
@@ -242,7 +243,7 @@ def _source(model: nn.Module | str | Path, dtype: torch.dtype | None, ranks: Che
     if isinstance(model, str | Path):
         saved = SavedCheckpoint(place(model, "model"), ranks)
         notes = _notes(saved.stacks, saved.shared_layers(), saved.transposed)
-        return _Source(saved.entries(dtype), saved.unquantized, None, notes)
+        return _Source(saved.entries(dtype), saved.unquantized, None, notes, saved)
     view = Model(model)
     recipes = {name: layer.recipe for name, layer in view.layers()}
     shared = shared_layers(recipes, view.tensors(), view.aliases(), view.tied())
@@ -278,10 +279,12 @@ def _check_ranks(model: nn.Module | str | Path, where: str, ranks: CheckpointRan
 
 
 def _config(
-    model: nn.Module | None, base: str | Path | None, plan: ExportPlan, dtype: torch.dtype | None
+    source: _Source, base: str | Path | None, plan: ExportPlan, dtype: torch.dtype | None
 ) -> dict[str, dict[str, Any]]:
     """The JSON beside the tensors, by the names of files."""
-    config = configuration(model, base_of(model, base))
+    config = configuration(source.model, base_of(source.model, base))
+    if source.saved is not None:
+        source.saved.check_ties(config)
     if dtype is not None:
         config |= {key: str(dtype).removeprefix("torch.") for key in DTYPE if key in config}
     tables = {name: dict(data) for name, data in plan.files.items()}

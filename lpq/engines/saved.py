@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from lpq.engines.experts import Stack, Stacks, left_modules, split
 from lpq.nn.expert_stacks import numbered
 from lpq.nn.fused_experts import DOWN, UP
 from lpq.recipes import Recipe
+
+HEAD = "lm_head.weight"
+"""The name of the weight, in models of transformers, that their configuration ties to the embedding, or does not."""
 
 
 class SavedCheckpoint:
@@ -126,6 +130,17 @@ class SavedCheckpoint:
         recipes = self._recipes.keys() - {name.rpartition(".")[0] for name in self.stacks}
         tensors = self._saved.keys() | self._quantized.keys() | aliases.keys()
         return shared_layers({name: self._recipes[name] for name in recipes}, tensors, aliases, tied)
+
+    def check_ties(self, config: Mapping[str, Any]) -> None:
+        """As ``lpq.engines.models.check_ties``, of the head of a language model, by the words of its configuration."""
+        aliases, expected = self._description.aliases, config.get("tie_word_embeddings")
+        for name in [*self._names(), *aliases]:
+            tied = aliases.get(name, name) in self._description.tied
+            if name.endswith(HEAD) and isinstance(expected, bool) and tied != expected:
+                raise CheckpointError(
+                    f"{name} is {'one weight with others' if tied else 'a weight of its own'} in the checkpoint, and "
+                    f"not by config.json, by which engines build the model: set tie_word_embeddings to {tied} in base"
+                )
 
     def _layer(self, name: str) -> Multiplied | None:
         layer, _, leaf = name.rpartition(".")

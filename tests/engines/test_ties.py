@@ -53,3 +53,23 @@ def test_a_head_that_is_no_longer_tied_is_refused(weights: Any, tmp_path: Path) 
     read = written(model, tmp_path / "x")
     assert torch.equal(read.lm_head.weight.view(torch.uint8), tiny.operand(model.lm_head).data.view(torch.uint8))
     assert torch.equal(read.model.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("stored", [None, "quantized"])
+def test_a_checkpoint_whose_head_its_configuration_ties_otherwise_is_refused(
+    tied: bool, stored: Any, tmp_path: Path
+) -> None:
+    model = converted(tied, weights=stored, include="all")
+    lpq.checkpoint.save(model, tmp_path / "run")
+    for name, config in (("base", model.config), ("other", tiny.llama(tie_word_embeddings=not tied).config)):
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(tmp_path / name)
+    lpq.export(tmp_path / "run", tmp_path / "x", base=tmp_path / "base")
+    read = type(model).from_pretrained(tmp_path / "x", dtype=torch.bfloat16)
+    assert (read.lm_head.weight is read.model.embed_tokens.weight) == tied
+    words = rf"{HEAD} is .* in the checkpoint, and not by config\.json.*: set tie_word_embeddings to {tied} in base"
+    with pytest.raises(CheckpointError, match=words):
+        lpq.export(tmp_path / "run", tmp_path / "y", base=tmp_path / "other")
+    assert not (tmp_path / "y").exists()
+    lpq.export(tmp_path / "run", tmp_path / "z")  # without a configuration that says it
