@@ -48,10 +48,17 @@ class Decoded:
     quant_method = METHOD
     is_trainable = is_qat_trainable = is_compileable = True
 
-    def is_serializable(self) -> bool:
+    def is_serializable(self, safe_serialization: bool = True) -> bool:
         return True
 
-    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
+        """Nothing: transformers 4 has no such method of its own, nor the next one."""
+
+    _process_model_after_weight_loading = _process_model_before_weight_loading
+
+    def get_state_dict_and_metadata(
+        self, model: nn.Module, safe_serialization: bool = True
+    ) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The model's tensors, in high precision."""
         state = model.state_dict()
         if any(isinstance(tensor, DTensor) for tensor in state.values()):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from safetensors import safe_open
 from torch import nn
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -113,7 +114,12 @@ class LpqQuantizer(Decoded, HfQuantizer):
         return dtype
 
     def _process_model_before_weight_loading(self, model: nn.Module, **others: Any) -> None:
-        self._files = others.get("checkpoint_files") or []
+        if "checkpoint_files" not in others:
+            raise ImportError(
+                f"LpqConfig needs transformers 5: {transformers.__version__} does not tell which files it loads, and "
+                "what layers remembered would be lost. Load the model without it, and call lpq.convert(model, …)"
+            )
+        self._files = others["checkpoint_files"] or []
 
     def postprocess_model(self, model: Any, **_: Any) -> None:
         """Convert the model, as ``lpq.convert`` does; its configuration then names the conversion, too."""

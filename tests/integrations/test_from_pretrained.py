@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor
 import lpq
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, MissingPlugin
 from lpq.integrations.transformers import LpqCallback
-from lpq.integrations.transformers_config import LpqConfig
+from lpq.integrations.transformers_config import LpqConfig, LpqQuantizer
 from lpq.optim import MasterWeights
 from lpq.recipes import RecipeError
 from lpq.registry.errors import UnknownRecipe
@@ -276,3 +277,10 @@ def test_a_model_that_is_spread_over_devices_is_refused(plain: Path, tmp_path: P
         with pytest.raises(ValueError, match=r"device_map spreads the model over \['cpu', 'disk'\].*FSDP2"):
             load(plain, LpqConfig("mxfp8"), device_map=spread, offload_folder=tmp_path)
     assert same(load(plain, LpqConfig("mxfp8"), device_map="cpu"), lpq.convert(load(plain), "mxfp8"))
+
+
+def test_transformers_4_is_refused_since_it_does_not_tell_which_files_it_loads(plain: Path) -> None:
+    """What layers remembered would be lost without a word."""
+    quantizer = LpqQuantizer(LpqConfig("fp8-delayed"))
+    with pytest.raises(ImportError, match=rf"LpqConfig needs transformers 5: {re.escape(transformers.__version__)} "):
+        quantizer.preprocess_model(model=load(plain), device_map=None, use_kernels=False)

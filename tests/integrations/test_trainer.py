@@ -18,6 +18,7 @@ from support.hugging_face import small
 
 import lpq
 from lpq.checkpoint import CheckpointError, CheckpointWarning
+from lpq.integrations.decoded import Decoded
 from lpq.integrations.going_on import begins_afresh
 from lpq.integrations.transformers import LpqCallback, attach, resume
 
@@ -258,6 +259,10 @@ def test_stored_weights_are_saved_as_they_decode_once_that_is_asked(tmp_path: Pa
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     assert equal_states(loaded.state_dict(), decoded(model))
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    abstract_in_4 = ("_process_model_before_weight_loading", "_process_model_after_weight_loading", "is_trainable")
+    assert all(hasattr(Decoded, name) for name in abstract_in_4)
+    assert model.hf_quantizer.is_serializable(safe_serialization=True)
+    assert model.hf_quantizer.get_state_dict_and_metadata(model, True)[0].keys() == model.state_dict().keys()
 
 
 # ---------------------------------------------------------------------------------------------- the best model
