@@ -194,7 +194,6 @@ class MasterWeights(Wrapper):
         with self._filled():
             self._update()
             self._encode(steps().reductions(self))
-        self._share_options()  # some optimizers keep numbers in the groups
         self._show_state()
         return loss
 
@@ -244,7 +243,8 @@ class MasterWeights(Wrapper):
         schedulers and others changed here since the last call, go there, and changes there come here."""
         for ours, theirs, last in zip(self.param_groups, self.optimizer.param_groups, self._shared, strict=True):
             for key in (ours.keys() | theirs.keys()) - {"params"}:
-                if key in ours and (key not in theirs or key not in last or ours[key] is not last[key]):
+                value, before = ours.get(key), last.get(key)  # a pickle has equal numbers, and not the same
+                if key in ours and (key not in theirs or (value is not before and value != before)):
                     theirs[key] = ours[key]
                 else:
                     ours[key] = theirs[key]
@@ -297,7 +297,8 @@ class MasterWeights(Wrapper):
         self._due.update(due)
 
     def _show_state(self) -> None:
-        """In ``state``: the wrapped optimizer's state of each parameter and, beside it, its master."""
+        """Show the wrapped optimizer's state of each parameter, the master beside it, and the options that changed."""
+        self._share_options()
         self.state.clear()
         for weight, updated in self._pairs():
             state = dict(self.optimizer.state.get(updated, {}))
@@ -332,8 +333,8 @@ class MasterWeights(Wrapper):
             for weight, master in masters.items():
                 local_part(self.masters[weight]).copy_(local_part(master))
                 self.seen(weight)
-        for ours, theirs in zip(self.param_groups, self.optimizer.param_groups, strict=True):
-            ours.update({key: value for key, value in theirs.items() if key != "params"})
+        self._shared = [dict(group) for group in self.param_groups]  # those that were loaded count
+        self._share_options()
         if self.optimizer.state:
             self._show_state()
         for after in load_post_hooks(self).values():

@@ -66,6 +66,23 @@ def test_a_state_from_before_the_scheduler_loads_and_the_schedule_goes_on() -> N
     assert _train(model, optimizer, scheduler) == [1.0, 0.5, 0.25, 0.125]
 
 
+@pytest.mark.parametrize("way", ["state", "pickle", "deepcopy"])
+def test_a_scheduler_of_the_wrapped_optimizer_goes_on_as_it_was(way: str) -> None:
+    """What it changed after the last step was not saved, and what it changed before the next one was undone."""
+    model = _model()
+    optimizer = MasterWeights(AdamW(model.parameters(), lr=1.0))
+    _train(model, optimizer, StepLR(optimizer.optimizer, 1, gamma=0.5))
+    if way == "state":
+        other = MasterWeights(AdamW(model.parameters(), lr=1.0))
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    else:
+        other = pickle.loads(pickle.dumps(optimizer)) if way == "pickle" else copy.deepcopy(optimizer)
+    assert [group["lr"] for group in other.state_dict()["param_groups"]] == [2.0**-4]
+    LambdaLR(other.optimizer, lambda step: 3.0)
+    other.step()
+    assert {group["lr"] for one in (other, other.optimizer) for group in one.param_groups} == {3.0}
+
+
 class Counting(SGD):
     """An optimizer that keeps a number in its group, as some that need no schedule do."""
 
