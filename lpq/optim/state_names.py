@@ -1,4 +1,4 @@
-"""The states that an optimizer keeps of a parameter, found by having a copy of it take steps with a small one.
+"""The states that an optimizer keeps of a parameter, found by having a copy of it take steps with small ones.
 
 So any optimizer is known by what it does, and not by its name.
 """
@@ -6,6 +6,7 @@ So any optimizer is known by what it does, and not by its name.
 from __future__ import annotations
 
 from collections import defaultdict
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,10 @@ from torch.optim import Optimizer
 SHAPES = ((2, 2), (2,))
 PLAIN = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
 """Options of how a step is computed, as they are for the small parameter."""
+VALUE = "the parameter"
+"""The name of the parameter among its states."""
 LATE = 10_000
-"""The number of the step in which it is seen how a second moment falls: some optimizers have it fall fast at first."""
+"""The steps after which it is seen how a second moment falls: some optimizers have it fall fast at first."""
 
 
 class StateKind(NamedTuple):
@@ -53,38 +56,60 @@ def states_of(optimizer: Optimizer) -> dict[str, StateKind]:
 
 
 def _tried(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) -> dict[str, StateKind]:
-    (param, up), (_, down) = (_stepped(optimizer, group, shape, sign) for sign in (1.0, -1.0))
+    up, down, alone = (_stepped(optimizer, group, shape, *how) for how in ((1.0, False), (-1.0, False), (1.0, True)))
+    pairs = [pair for name, values in up.items() for pair in zip(values, alone[name], strict=True)]
+    if not all(bool(((x == y) | x.isnan()).all()) for x, y in pairs):
+        raise TypeError(_together(optimizer, "takes other steps where parameters are stepped one by one"))
+    values = up.pop(VALUE)
     kinds: dict[str, StateKind] = {}
     for name, first in up.items():
         second = all(bool((x >= 0).all()) and bool((x > 0).any()) for x in (first[0], down[name][0]))
         ratio = (first[1] / first[0]).abs().nan_to_num(1.0).max()
-        kinds[name] = StateKind(second, float(ratio.sqrt() if second else ratio), first[0].shape == param.shape)
+        kinds[name] = StateKind(second, float(ratio.sqrt() if second else ratio), first[0].shape == values[0].shape)
     return kinds
 
 
+@torch.random.fork_rng(devices=[])  # an optimizer may draw numbers
 def _stepped(
-    optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...], sign: float
-) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """The small parameter and its states, after a step with a gradient, and after one without."""
-    param = nn.Parameter(torch.zeros(shape, dtype=torch.float32))
-    trial = type(optimizer).__new__(type(optimizer))
-    trial.__setstate__({**optimizer.__getstate__(), "defaults": {**optimizer.defaults}})  # torch adds defaults
+    optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...], sign: float, alone: bool
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """The first of two small parameters, and its states, after two steps with a gradient and after one without. Each is
+    stepped ``alone``, as ``QuantizedStates`` does it, or both together."""
+    params = [nn.Parameter(torch.zeros(shape, dtype=torch.float32)) for _ in range(2)]
+    trial, kind = type(optimizer).__new__(type(optimizer)), type(optimizer)
+    own = {
+        name: x for name, x in vars(optimizer).items() if _is_constant(x) and not callable(getattr(kind, name, None))
+    }
+    trial.__setstate__({**own, **optimizer.__getstate__(), "defaults": {**optimizer.defaults}})  # torch adds defaults
     options = {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
-    options |= {key: value for key, value in PLAIN.items() if key in group} | {"params": [param]}
-    trial.state, trial.param_groups = defaultdict(dict), [dict(options)]
-    param.grad = torch.full_like(param, sign)
-    trial.step()
-    state = trial.state[param]
-    tensors = [name for name, value in state.items() if isinstance(value, Tensor) and value.dim()]
-    first = {name: state[name].clone() for name in tensors}
-    if isinstance(state.get("step"), Tensor):
-        state["step"].fill_(LATE)
-    param.grad = torch.zeros_like(param)
-    trial.step()
-    changed = [key for key, value in trial.param_groups[0].items() if key not in options or value is not options[key]]
-    if changed:
-        raise TypeError(
-            f"{type(optimizer).__name__} keeps {changed[0]!r} in its groups, and counts steps of the whole: "
-            "QuantizedStates steps parameters one by one. Use it without"
-        )
-    return param, {name: (first[name], state[name]) for name in tensors}
+    options |= {key: value for key, value in PLAIN.items() if key in group}
+    trial.state, found = defaultdict(dict), []
+    groups = [{**options, "params": [p]} for p in params] if alone else [{**options, "params": params}]
+    for gradient in (sign, sign, 0.0):
+        for factor, p in enumerate(params, 1):
+            p.grad = torch.full_like(p, gradient * factor)
+            if gradient == 0 and "step" in trial.state[p]:  # a tensor or a number
+                trial.state[p]["step"] += LATE
+        for one in groups:
+            trial.param_groups = [one]
+            trial.step()
+        state = {VALUE: params[0].detach(), **trial.state[params[0]]}
+        found.append({name: x.clone() for name, x in state.items() if isinstance(x, Tensor) and x.dim()})
+    for key in groups[0].keys() - {"params"}:
+        if key not in options or groups[0][key] is not options[key]:
+            raise TypeError(_together(optimizer, f"keeps {key!r} in its groups, and counts steps of the whole"))
+    return {name: (value, found[2][name]) for name, value in found[1].items()}
+
+
+def _is_constant(value: object) -> bool:
+    """Whether a copy may have an attribute of the optimizer: no parameter, state or other optimizer is in it."""
+    if isinstance(value, tuple):
+        return all(_is_constant(one) for one in value)
+    return value is None or isinstance(value, int | float | str | FunctionType | torch.dtype)
+
+
+def _together(optimizer: Optimizer, does: str) -> str:
+    return (
+        f"{type(optimizer).__name__} {does}: QuantizedStates steps parameters one by one. Use it without, or without "
+        "the option that does it"
+    )

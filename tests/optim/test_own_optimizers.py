@@ -1,0 +1,172 @@
+"""QuantizedStates around optimizers of others: they are known by what a copy of them does with small parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from lpq.optim import QuantizedStates
+from lpq.registry.errors import OptionError
+
+SECOND = "fp8(scaling=block, pow2=false)"
+
+
+def _decay(p: Tensor, rate: float) -> None:
+    p.mul_(1 - rate)
+
+
+class Lion(Optimizer):
+    """An optimizer that keeps what its step needs in attributes."""
+
+    def __init__(self, params: Any, kept: dict[str, Any] | None = None) -> None:
+        super().__init__(params, {"lr": 1e-3})
+        self.decay, self.betas, self.dtype = _decay, (0.9, 0.99), torch.float32
+        vars(self).update(kept or {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.one(p, group["lr"], self.state[p])
+
+    def one(self, p: Tensor, rate: float, state: Any) -> None:
+        assert p.grad is not None
+        m = state.setdefault("exp_avg", torch.zeros_like(p, dtype=self.dtype))
+        self.decay(p, rate * 0.1)
+        p.sub_(m.lerp(p.grad, 1 - self.betas[0]).sign(), alpha=rate)
+        m.lerp_(p.grad, 1 - self.betas[1])
+
+
+class LateSecond(Lion):
+    """Its second moment is there after the first step, and gets a value in the second one."""
+
+    def one(self, p: Tensor, rate: float, state: Any) -> None:
+        assert p.grad is not None
+        if "exp_avg_sq" not in state:
+            state["exp_avg_sq"] = torch.zeros_like(p)
+            return
+        state["exp_avg_sq"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+        p.addcdiv_(p.grad, state["exp_avg_sq"].sqrt() + 1e-8, value=-rate)
+
+
+class Slower(Lion):
+    """Its second moment falls more slowly the more steps it took, which it counts in a number."""
+
+    def one(self, p: Tensor, rate: float, state: Any) -> None:
+        assert p.grad is not None
+        state["step"] = state.get("step", 0) + 1
+        v = state.setdefault("exp_avg_sq", torch.zeros_like(p))
+        v.lerp_(p.grad.square(), state["step"] ** -0.8)
+        p.addcdiv_(p.grad, v.sqrt() + 1e-8, value=-rate)
+
+
+class ByNorm(Lion):
+    """Its step divides by the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 1.0)
+        return super().step()
+
+
+class CountsItself(Lion):
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step()
+
+    def one(self, p: Tensor, rate: float, state: Any) -> None:
+        super().one(p, rate / self.steps, state)
+
+
+class Ahead(Lion):
+    """It has its step taken by another optimizer of the same parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.base = SGD(self.param_groups, lr=1.0, momentum=0.9)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step()
+
+
+class Noisy(Lion):
+    def one(self, p: Tensor, rate: float, state: Any) -> None:
+        super().one(p, rate, state)
+        p.add_(torch.randn_like(p))
+
+
+def _param() -> nn.Parameter:
+    p = nn.Parameter(torch.randn(64, 128, generator=torch.Generator().manual_seed(0)))
+    p.grad = torch.randn(64, 128, generator=torch.Generator().manual_seed(1))
+    return p
+
+
+def test_one_that_keeps_options_in_attributes_is_stepped() -> None:
+    """It was refused: the copy that is tried lacked them."""
+    ours, theirs = _param(), _param()
+    optimizer, plain = QuantizedStates(Lion([ours]), exp_avg="mxfp8"), Lion([theirs])
+    for _ in range(3):
+        optimizer.step()
+        plain.step()
+        assert torch.equal(ours, theirs)
+        plain.state[theirs]["exp_avg"] = optimizer.state[ours]["exp_avg"].dequantize()
+        ours.grad = theirs.grad = torch.randn_like(ours)
+
+
+@pytest.mark.parametrize("make", [Ahead, lambda params: Lion(params, {"decay": SGD(params, lr=1.0).step})])
+def test_what_could_step_the_parameters_themselves_is_not_in_the_copy(make: Callable[[Any], Optimizer]) -> None:
+    p = _param()
+    inner, before = make([p]), p.detach().clone()
+    with pytest.raises(TypeError, match=r"raised AttributeError: .* no attribute '(base|decay)'"):
+        QuantizedStates(inner, exp_avg="mxfp8")
+    assert torch.equal(p, before)
+    assert not inner.state
+
+
+def test_the_step_that_a_scheduler_put_there_is_not_taken() -> None:
+    p = _param()
+    inner, before = AdamW([p]), p.detach().clone()
+    StepLR(inner, 1)
+    assert "step" in vars(inner)
+    QuantizedStates(inner, exp_avg="mxfp8")
+    assert torch.equal(p, before)
+    assert not inner.state
+
+
+def test_the_copy_draws_no_numbers() -> None:
+    before = torch.get_rng_state()
+    assert QuantizedStates(Noisy([_param()]), exp_avg="mxfp8").forms.keys() == {"exp_avg"}
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("kind", [ByNorm, CountsItself])
+def test_one_whose_step_is_of_all_parameters_is_refused(kind: type[Lion]) -> None:
+    """It stepped otherwise, without a word."""
+    with pytest.raises(TypeError, match=rf"{kind.__name__} takes other steps where parameters are stepped one by one"):
+        QuantizedStates(kind([_param()]), exp_avg="mxfp8")
+
+
+def test_a_second_moment_that_begins_late_is_one() -> None:
+    """It was stored as it is, and elements that its format lost were divided by."""
+    p = _param()
+    optimizer = QuantizedStates(LateSecond([p]), exp_avg_sq=SECOND)
+    for _ in range(2):
+        optimizer.step()
+    assert [*optimizer.state[p]] == ["exp_avg_sq_root"]
+    again = copy.deepcopy(optimizer)
+    assert again.forms["exp_avg_sq"].second
+
+
+def test_steps_that_are_counted_in_a_number_are_late_ones_too() -> None:
+    with pytest.raises(OptionError, match="in a step would never fall in it"):
+        QuantizedStates(Slower([_param()]), exp_avg_sq="mxfp8")
+    QuantizedStates(Slower([_param()]), exp_avg_sq=SECOND)
