@@ -11,6 +11,7 @@ from lpq.checkpoint.description import Description
 from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.model import Model
 from lpq.nn import replan
+from lpq.nn.called import read_past, uncalled
 from lpq.nn.plan import memories
 from lpq.registry.showing import listed
 from lpq.registry.warning import warn
@@ -62,6 +63,15 @@ def _plan(model: nn.Module, steps: int) -> None:
             "of the run go by the Trainer's number. lpq.convert(…, steps='later') leaves it to the Trainer",
         )
     replan(model, steps=steps)
+
+
+def warn_of_uncalled(model: nn.Module) -> None:
+    """Warn of converted layers that the passes so far have not called, and whose weight they have read."""
+    if idle := sorted(uncalled(model) & read_past(model)):
+        warn(
+            f"the model reads the weights of these converted layers and does not call them, so it multiplies in high "
+            f"precision: {listed(idle)}. lpq.report(model) counts them as not converted"
+        )
 
 
 def would_forget(model: nn.Module, step: int) -> list[str]:

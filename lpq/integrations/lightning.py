@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lpq
-from lpq.integrations.going_on import CALLBACK, go_on, policy_of
+from lpq.integrations.going_on import CALLBACK, go_on, policy_of, warn_of_uncalled
 from lpq.nn import set_step
 from lpq.observe import Numerics, numerics
 
@@ -68,6 +68,8 @@ class _Callback:
         self._saved_policy: dict[str, Any] | None = None
         self._step: ExitStack | None = None
         self._hook: Any = None
+        self._first = True
+        """Whether no batch of this run has ended yet."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Have the plugin convert the model before a checkpoint is loaded, since layers load their states."""
@@ -112,6 +114,7 @@ class _Callback:
             own = {"process_group": run.process_group} if isinstance(run, DistributedDataParallel) else {}
             self.numerics = numerics(pl_module, every=self.watch, step=trainer.global_step, **{**own, **self.options})
             self._folder = Path(trainer.log_dir or trainer.default_root_dir)  # rank 0 sends it to all, who are here
+        self._first = True
         if self.report and trainer.is_global_zero:
             print(lpq.report(pl_module))
 
@@ -123,6 +126,9 @@ class _Callback:
             self._step.enter_context(self.numerics.step())
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._first:
+            warn_of_uncalled(pl_module)
+        self._first = False
         if self.numerics is not None and self.numerics.number < trainer.global_step:
             self._close()
 

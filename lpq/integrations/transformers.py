@@ -17,7 +17,7 @@ from lpq.engines.config_files import read_json
 from lpq.files.disk import place
 from lpq.integrations.decoded import attach
 from lpq.integrations.going_on import CALLBACK as NAME
-from lpq.integrations.going_on import begins_afresh, go_on, policy_of, would_forget
+from lpq.integrations.going_on import begins_afresh, go_on, policy_of, warn_of_uncalled, would_forget
 from lpq.nn import set_step
 from lpq.nn.first_argument import check_model
 from lpq.optim import MasterWeights
@@ -41,10 +41,12 @@ class _Steps:
         self.any_policy = any_policy
         self.policy: dict[str, Any] | None = None
         self._model: nn.Module | None = None
+        self._first = True
+        """Whether no step of this run has ended yet."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **others: Any) -> None:
         """Plan the policy for the Trainer's number of steps, and compare it with the checkpoint's."""
-        self._model = attach(model)
+        self._model, self._first = attach(model), True
         record = state.stateful_callbacks.get(NAME) if state.global_step else None
         _go_on(model, state.global_step, state.max_steps, record, self.any_policy)
         if state.global_step:
@@ -60,6 +62,12 @@ class _Steps:
     def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
         """Give each layer its recipe at this step."""
         set_step(model, state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+        """Warn after the first step of layers that the model multiplies past."""
+        if self._first:
+            warn_of_uncalled(model)
+        self._first = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
         """Give the best model, if it was loaded, the recipes under which it was the best."""

@@ -36,6 +36,17 @@ class RoundedAdamW(MasterWeights):
         super().__init__(torch.optim.AdamW(params, **options), keep=False)
 
 
+class ReadsWeights(nn.Module):
+    """Multiplies by the weight of the layer that it holds, as the attention of WavLM and timm's BEiT does."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, self.inner.weight)
+
+
 def llama(seed: int = 0) -> Any:
     """The same weights each time."""
     return small("Llama", seed=seed)

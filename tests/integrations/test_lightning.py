@@ -162,6 +162,13 @@ def test_a_step_that_fails_while_it_is_watched_ends_the_watching(
     assert {one.step for one in callback.numerics.readings()} == set(range(STEPS))
 
 
+def test_layers_that_the_model_multiplies_past_are_warned_of(tmp_path: Path) -> None:
+    model = Boring()
+    model.net[0] = llama.ReadsWeights(model.net[0])
+    with pytest.warns(UserWarning, match=r"reads the weights of these .*: net\.0\.inner\. "):
+        fit(tmp_path, model, "mxfp8")
+
+
 def test_fabric_trains_a_converted_model() -> None:
     fabric = boring.lightning.Fabric(accelerator="cpu", devices=1)
     model = lpq.convert(Boring(), "mxfp8")

@@ -12,7 +12,7 @@ import llama
 import pytest
 import safetensors.torch as safetensors
 import torch
-from llama import STEPS, TWO_STAGES, codes, converted, decoded, losses, trainer, transformers
+from llama import STEPS, TWO_STAGES, ReadsWeights, codes, converted, decoded, losses, trainer, transformers
 from support.comparing import equal_states
 from support.hugging_face import small
 
@@ -289,6 +289,19 @@ def test_the_best_model_has_the_recipes_under_which_it_was_best(policy: Any, tmp
 
 
 # ---------------------------------------------------------------------------------------------- the module
+
+
+def test_layers_that_the_model_multiplies_past_are_warned_of(tmp_path: Path) -> None:
+    """Control: a model that calls every layer."""
+    model = small("Llama")
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = ReadsWeights(attention.q_proj)
+    lpq.convert(model, "mxfp8")
+    with pytest.warns(UserWarning, match=r"reads the weights .*: model\.layers\.0\.self_attn\.q_proj\.inner\. "):
+        trainer(model, tmp_path, LpqCallback(), max_steps=2, save_strategy="no").train()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the model reads the weights")
+        trainer(converted("mxfp8"), tmp_path, LpqCallback(), max_steps=2, save_strategy="no").train()
 
 
 def test_the_callback_is_a_class_of_transformers_under_its_own_name() -> None:
