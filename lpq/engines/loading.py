@@ -67,8 +67,10 @@ def load_quantized(
     path = place(path)
     with CheckpointRanks(alone=True).error_context(f"{path} cannot be loaded"):
         files, view = Files(path), Model(model)
-        stacked = {stack.name for stack in expert_stacks(view.module)}
-        files.rename(names_in_files(view.module, [name for name in view.tensors() if name not in stacked]))
+        there = {stack.name for stack in expert_stacks(view.module)} | files.tensors.keys()
+        there |= {f"{name.rpartition('.')[0]}.weight" for name in files.tensors}  # of codes that are called otherwise
+        if absent := [name for name in view.tensors() if name not in there]:
+            files.rename(names_in_files(view.module, absent))
         layers = files.quantized()
         if not layers:
             raise CheckpointError(
