@@ -199,7 +199,7 @@ def check_static(layer: StatefulLayer, title: str) -> None:
 def check_memories(layer: WeightedLayer, memories: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Refuse a DistributedDataParallel that overwrites the state of all ranks with one rank's state: the others would
     clamp larger values. Statistics of the weight are the same on all ranks. Refuse one that goes on without a rank."""
-    if torch.is_grad_enabled() and _outlasts_ranks():
+    if torch.is_grad_enabled() and outlasts_ranks():
         raise RuntimeError(
             f"{layer.title}: its recipe remembers statistics (delayed scaling), which ranks reduce after each step, "
             "and inside of join() a rank without a batch does not: give each rank as many batches, and call "
@@ -214,13 +214,6 @@ def check_memories(layer: WeightedLayer, memories: Mapping[str, Mapping[str, Ten
             "each forward, and larger values on the other ranks would be clamped: make it with broadcast_buffers=False "
             "(from PyTorch 2.13 on forward_sync_buffers=False)"
         )
-
-
-@once_when_traced
-def _outlasts_ranks() -> bool:
-    """Whether this runs inside of a DistributedDataParallel that goes on without ranks that have no batch left."""
-    replica = active_replica()
-    return replica is not None and outlasts_ranks(replica) and replica.process_group.size() > 1
 
 
 @once_when_traced

@@ -21,6 +21,8 @@ from torch.distributed.distributed_c10d import Store as Store
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 
+from lpq.torch_private.compiling import once_when_traced
+
 COLLECTIVES = ("c10d", "_c10d_functional")
 """The namespaces of the operators that collectives run, at once and when they are waited for."""
 
@@ -51,9 +53,12 @@ active_replica: Callable[[], Any] = partial(getattr, DistributedDataParallel, "_
 """The ``DistributedDataParallel`` inside of whose forward this runs; None outside of any."""
 
 
-def outlasts_ranks(wrapper: Any) -> bool:
-    """Whether a ``DistributedDataParallel`` goes on without ranks that have no batch left, inside of its ``join()``."""
-    return bool(wrapper._join_config.enable and not wrapper._join_config.throw_on_early_termination)
+@once_when_traced
+def outlasts_ranks() -> bool:
+    """Whether a ``DistributedDataParallel`` runs here that goes on without a rank which has no batch left."""
+    if (replica := active_replica()) is None or replica.process_group.size() == 1:
+        return False
+    return bool(replica._join_config.enable and not replica._join_config.throw_on_early_termination)
 
 
 name_group: Callable[[Any, ProcessGroup], None] = _register_process_group

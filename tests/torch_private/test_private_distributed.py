@@ -28,9 +28,11 @@ class Asking(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
         self.found: list[object] = []
+        self.outlasts: list[bool] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.found.append(distributed.active_replica())
+        self.outlasts.append(distributed.outlasts_ranks())
         return x * self.weight
 
     def get_extra_state(self) -> int:
@@ -93,11 +95,10 @@ def test_two_ranks(rank: int) -> None:
     replica(torch.ones(2))
     module(torch.ones(2))
     assert module.found == [replica, None]
-    outlasts = []
     for options in ({}, {"throw_on_early_termination": True}, {"enable": False}):
         with replica.join(**options):  # type: ignore[no-untyped-call]
-            outlasts.append(distributed.outlasts_ranks(replica))
-    assert outlasts == [True, False, False]
+            replica(torch.ones(2))
+    assert module.outlasts == [False, False, True, False, False]
 
     group = dist.group.WORLD
     assert group is not None
