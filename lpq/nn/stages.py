@@ -88,10 +88,7 @@ class Stages(Watcher):
         self.changed_at = None
 
     def _warn(self) -> None:
-        self.due = False
-        if self.warned:
-            return
-        self.warned = True
+        self.due, self.warned = False, True
         until = "" if self.last is None else f", the last time at step {self.last}"
         warn(
             f"an optimizer has made a step, and the policy's step is {self.step} as before: its recipes change by "
