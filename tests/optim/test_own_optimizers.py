@@ -168,5 +168,5 @@ def test_a_second_moment_that_begins_late_is_one() -> None:
 
 def test_steps_that_are_counted_in_a_number_are_late_ones_too() -> None:
     with pytest.raises(OptionError, match="in a step would never fall in it"):
-        QuantizedStates(Slower([_param()]), exp_avg_sq="mxfp8")
+        QuantizedStates(Slower([_param()]), exp_avg_sq="mxfp4")
     QuantizedStates(Slower([_param()]), exp_avg_sq=SECOND)
