@@ -245,5 +245,5 @@ def check_accumulation(layer: StatefulLayer, weight: Tensor) -> None:
             raise RuntimeError(
                 f"{layer.title}: accumulate='main_grad', and its weight has {'none' if into is None else of}: set "
                 "weight.main_grad to zeros of the weight's shape, floating, on its device, before the first forward; "
-                "where a hook or a parametrization computes the weight, leave accumulate None"
+                "where a hook or a parametrization computes the weight, or ranks share it out, leave accumulate None"
             )

@@ -44,10 +44,9 @@ def _of_experts(module: Any) -> str:
     weight: Any = next(module.parameters())
     count, ranks = weight.shape[0], weight.device_mesh.size(weight.device_mesh.ndim - 1)
     text = f"{count // ranks} of {count} experts on each of {ranks} ranks; rows are dispatched"
-    recipe = module.recipe
-    if not module.dispatched.encoded or recipe is None or why_not_row_by_row(recipe.x) is not None:
+    if not module.dispatched.encoded or module.recipe is None or why_not_row_by_row(module.recipe.x) is not None:
         return f"{text} in high precision"
-    of_x, of_dy = recipe.x, recipe.dy
+    of_x, of_dy = module.recipe.x, module.recipe.dy
     bias = any(name.rpartition(".")[2].endswith("bias") for name, _ in module.named_parameters())
     reason = "there is a bias, whose gradient is their sum" if bias else why_not_row_by_row(of_dy)
     text = f"{text} as {_share(of_x)}; gradients of results"

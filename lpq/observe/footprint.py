@@ -98,6 +98,9 @@ def memory(
     """
     check_model(model)
     check_whole("memory", 1, ranks=1 if ranks is None else ranks)
+    for name, m in model.named_modules():
+        if getattr(m, "layouts", None) is not None or getattr(m, "dispatched", None) is not None:
+            raise ValueError(f"memory counts what FSDP2 shards: call it before a style shares out {name or 'all'}")
     forms = _forms(tuple(moments.items())) if moments else {}
     over = ranks or next((p.device_mesh.size(-1) for p in model.parameters() if isinstance(p, DTensor)), 1)
     layers = {id(m.weight): m for m in model.modules() if isinstance(m, Layer) and m.gather is not None}
@@ -140,10 +143,10 @@ def _of(
             raise ValueError(f"{name} is stored as {quantizer}, and {reason}: lpq.convert(…, ranks={ranks})")
         quantizer = quantizer if reason is None else None
     trained = p.requires_grad
-    elements, here = p.numel(), _local_elements(p, ranks)
     kept = p if isinstance(p, DTensor) or not p.dim() else p.detach()[: -(-p.shape[0] // ranks)]
+    elements, here = p.numel(), local_part(kept).numel()  # of the first rank, which holds most
     updated = torch.float32 if stored else p.dtype
-    gathers = [_gathered(p, ranks, dtype or p.dtype, quantizer, *wanted) for wanted in WANTED[resharded]]
+    gathers = [_gathered(p, ranks * here, dtype or p.dtype, quantizer, *wanted) for wanted in WANTED[resharded]]
     forward, backward = gathers[0], gathers[-1] if resharded else 0
     if quantizer is not None:
         *count, rows, cols = p.shape
@@ -180,19 +183,12 @@ def _moment(p: Tensor, here: int, dtype: torch.dtype, form: StateForm | None) ->
     return stored_bytes(form.quantizer, shard, dtype)
 
 
-def _local_elements(p: Tensor, ranks: int) -> int:
-    """The number of elements of a parameter on the first rank, which holds most."""
-    if isinstance(p, DTensor):
-        return local_part(p).numel()
-    return -(-p.shape[0] // ranks) * (p.numel() // max(p.shape[0], 1)) if p.dim() else 1
-
-
-def _gathered(p: Tensor, ranks: int, dtype: torch.dtype, quantizer: Quantizer | None, row: bool, col: bool) -> int:
-    """The bytes of a parameter that is gathered: of these operands, if it is quantized."""
+def _gathered(p: Tensor, padded: int, dtype: torch.dtype, quantizer: Quantizer | None, row: bool, col: bool) -> int:
+    """The bytes of a parameter that is gathered: of these operands, if it is quantized, or of ``padded`` elements."""
     if quantizer is not None:
         *count, rows, cols = p.shape
         return math.prod(count) * operand_bytes(quantizer, rows, cols, dtype, row, col)
-    return ranks * _local_elements(p, ranks) * dtype.itemsize  # FSDP2 pads shards to equal sizes
+    return padded * dtype.itemsize
 
 
 @registry.cached
