@@ -24,6 +24,9 @@ scaled_matmul: Callable[..., Tensor] = torch._scaled_mm
 scaled_grouped_matmul: Callable[..., Tensor] = torch._scaled_grouped_mm
 """torch's scaled product for rows in groups, with a scale for each row; on GPUs alone."""
 
+grouped_matmul: Any = torch.ops.aten._grouped_mm
+"""The operator of ``nn.functional.grouped_mm``."""
+
 OF_EACH = "_foreach_"
 """The beginning of the names of operators that do for each tensor of a list what another does for one."""
 
