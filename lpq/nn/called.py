@@ -1,8 +1,7 @@
 """Converted layers that no pass has called, while it called others; and layers whose weight a pass read past them.
 
-A module may read the weight of a layer and multiply by it itself, as the attention of some models does, and fused code.
-Its products are in high precision then, whatever recipe the layer has. The layer takes its weight from its parameters,
-so that what reads the attribute is other code, and the layer's own pass has nothing to do for it.
+A layer takes its weight from its parameters, so that what reads the attribute is other code, and the layer's own pass
+has nothing to do for it.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from lpq.nn.stateful_layer import StatefulLayer
 from lpq.torch_private.callers import another_pass_reads
 
 UNCALLED = "; no pass has called it so far, while others were called: code that reads its weight multiplies as before"
-"""The end of a note in the report."""
 READ = "; a pass has read its weight, too: what code beside the layer multiplies by it is in high precision"
-"""The end of another note."""
+"""The ends of notes in the report."""
 
 
 class Weight:
@@ -42,8 +40,7 @@ class Weight:
 
 
 def uncalled(model: nn.Module) -> set[str]:
-    """The names of these layers. There are none before the first pass, nor where a compiler traced a pass: compiled
-    code notes nothing."""
+    """The names of these layers; none before the first pass, nor where a compiler traced one, whose code notes none."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, StatefulLayer) and m.recipe is not None}
     passes = [layer.passes for layer in layers.values()]
     if any(each.traced for each in passes) or not any(each.called for each in passes):

@@ -179,9 +179,8 @@ def _change_of(module: nn.Module, name: str, schedule: Schedule) -> tuple[Change
     new: nn.Module | None = registry.convert_module(module, name, first)
     if new is None:
         if (kind := _kind_of(module)) is not None:
-            if (where := _replaced_on(module)) is not None:
-                which = "an nn.Linear" if kind is Linear else f"a {type(module).__name__}"
-                return None, f"{which} whose forward was replaced on the {where}"
+            if (why := _why_left(module)) is not None:
+                return None, why
             kind.check_names(module, name or "the layer")
             return Change(name, module, schedule, module, kind), note
         if isinstance(module, nn.Linear):
@@ -222,11 +221,15 @@ def _kind_of(module: nn.Module) -> type[StatefulLayer] | None:
     return None
 
 
-def _replaced_on(module: nn.Module) -> str | None:
-    """Where another forward took the place of a module's own, by the library that made it; None: it has its own."""
+def _why_left(module: nn.Module) -> str | None:
+    """Why a module of a class that lpq converts stays as it is: another library changed it. None: none did."""
     if "forward" in vars(module):
-        return "object"
+        return "its forward was replaced on the object"
     owner: Any = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
     maker = getattr(owner.forward, "__globals__", {}).get("__name__", "")
     known = ("torch.", "transformers.")  # the author of another class may have decorated its forward
-    return "class" if owner.__module__.startswith(known) and not maker.startswith(known) else None
+    if owner.__module__.startswith(known) and not maker.startswith(known):
+        return "its forward was replaced on the class"
+    kinds = [type(p) for p in module.parameters(recurse=False) if hasattr(p, "__tensor_flatten__")]
+    others = [kind for kind in kinds if not kind.__module__.startswith(("torch.", "lpq."))]
+    return f"another library encoded its weight: {others[0].__module__}.{others[0].__name__}" if others else None

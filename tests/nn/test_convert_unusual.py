@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.hugging_face import small
 from support.small_models import converted, linears
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import utils
 from torch.nn.utils import prune
 from transformers.pytorch_utils import Conv1D
@@ -53,7 +53,7 @@ def test_a_forward_that_was_replaced_on_the_object_is_left_alone() -> None:
     lpq.convert(model, "nvfp4")
     report = lpq.report(model)
     assert [entry.name for entry in report.converted] == ["1"]
-    assert [(e.name, e.note) for e in report.left] == [("0", "an nn.Linear whose forward was replaced on the object")]
+    assert [(e.name, e.note) for e in report.left] == [("0", "its forward was replaced on the object")]
     assert type(model[0]) is nn.Linear
 
 
@@ -67,8 +67,27 @@ def test_a_forward_that_was_replaced_on_the_class_is_left_alone(kind: Any, monke
         assert type(model[0]) is kind
         assert model(X).count_nonzero() == 0
         (left,) = lpq.report(model).left
-    assert left.note.endswith(f"{kind.__name__} whose forward was replaced on the class")
+    assert left.note == "its forward was replaced on the class"
     assert lpq.report(lpq.convert(model, "nvfp4")).converted
+
+
+class Encoded(Tensor):
+    """A class of tensors that another library encodes, as torchao's."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return [], None
+
+
+def test_a_weight_that_another_library_encoded_is_left_alone() -> None:
+    model = linears(64, 64, 64)
+    model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(Encoded))  # type: ignore[arg-type]
+    (left,) = lpq.report(lpq.convert(model, "nvfp4")).left
+    assert left.name == "0"
+    assert left.note == f"another library encoded its weight: {__name__}.Encoded"
+    assert type(model[0].weight) is Encoded
+    assert isinstance(model[1], lpq.nn.Linear)
+    with pytest.warns(UserWarning, match="left every layer as it was: 0: another library encoded its weight"):
+        lpq.convert(model[:1], "nvfp4", weights="quantized")
 
 
 @pytest.mark.parametrize("where", ["object", "class"])
@@ -78,7 +97,7 @@ def test_experts_with_another_forward_are_left_alone(where: str, monkeypatch: py
     monkeypatch.setattr(experts if where == "object" else type(experts), "forward", lambda *args: args[-3])
     report = lpq.report(lpq.convert(model, "mxfp8"))
     (left,) = (entry for entry in report.left if entry.name == name)
-    assert left.note == f"a MixtralExperts whose forward was replaced on the {where}"
+    assert left.note == f"its forward was replaced on the {where}"
     assert report.converted, "other layers"
 
 

@@ -103,7 +103,7 @@ def test_it_follows_a_policy_and_high_precision_is_its_own() -> None:
     layer = Conv1D(96, 64)
     layer.forward = layer.forward  # type: ignore[method-assign]
     left = lpq.report(lpq.convert(nn.Sequential(layer, nn.Linear(96, 64)), "mxfp8")).left
-    assert [e.note for e in left] == ["a Conv1D whose forward was replaced on the object"]
+    assert [e.note for e in left] == ["its forward was replaced on the object"]
 
 
 def test_what_it_does_in_another_way_is_said() -> None:
