@@ -55,7 +55,8 @@ def check(layer: WeightedLayer, input: Tensor, weight: Tensor) -> None:
 
 def _check_tensors(layer: WeightedLayer, input: Tensor, weight: Tensor) -> None:
     if not isinstance(input, Tensor):
-        raise TypeError(f"{layer.title}: the input is a {type(input).__name__}, it must be a tensor")
+        why = "trace by torch.fx before lpq.convert" if isinstance(input, torch.fx.Proxy) else "it must be a tensor"
+        raise TypeError(f"{layer.title}: the input is a {type(input).__name__}, {why}")
     if input.is_nested:
         raise TypeError(
             f"{layer.title}: the input is nested: pass x.values(), or torch.nested.to_padded_tensor(x, 0.0)"

@@ -3,6 +3,7 @@ as their layers do, and give no gradient that is not theirs."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -103,6 +104,19 @@ def test_a_script_of_torch_jit_is_refused_in_words(recipe: str | None) -> None:
         torch.jit.script(model)
     x = torch.randn(3, 48)
     assert torch.equal(torch.jit.script(lpq.restore(model))(x), model(x))
+
+
+def test_torch_fx_traces_a_model_before_its_conversion_or_takes_layers_as_leaves() -> None:
+    """It traced into layers, whose error named no remedy."""
+    model, x = lpq.convert(nn.Sequential(nn.Linear(48, 32)), "mxfp8"), torch.randn(3, 48)
+    with pytest.raises(TypeError, match=r"^layer 0, .*the input is a Proxy, trace by torch\.fx before lpq\.convert"):
+        torch.fx.symbolic_trace(model)
+    before = lpq.convert(torch.fx.symbolic_trace(lpq.restore(copy.deepcopy(model))), "mxfp8")
+    tracer = torch.fx.Tracer()
+    tracer.is_leaf_module = lambda module, name: isinstance(module, lpq.nn.Linear)  # type: ignore[method-assign]
+    for traced in (before, torch.fx.GraphModule(model, tracer.trace(model))):
+        assert isinstance(traced.get_submodule("0"), lpq.nn.Linear)
+        assert torch.equal(traced(x), model(x))
 
 
 def _trained(model: nn.Module, x: torch.Tensor) -> list[nn.Parameter]:
