@@ -63,11 +63,10 @@ def weight_operands(plan: Plan, weight: Tensor, held: HeldWeight | None, col: bo
     return row, of_col
 
 
-def turn_of_weight(plan: Plan, operands: Buffers | None) -> Tensor | None:
-    """The number by which the column operand of a weight that is encoded already was rotated; None if it is still to be
-    drawn. The gradient of the result takes it over."""
-    names = plan.w.side("col").names
-    if operands is None or not operands[1] or TURN not in names:
+def turn_of(quantizer: Quantizer, operands: Buffers | None) -> Tensor | None:
+    """The number by which an encoded column operand was rotated, which the gradient takes over; None if it has none."""
+    names = quantizer.side("col").names
+    if operands is None or len(operands[1]) != len(names) or TURN not in names:
         return None
     return operands[1][names.index(TURN)]
 

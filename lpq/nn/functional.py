@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lpq import recipes, registry
 from lpq.kernels.table import kernels_allowed
-from lpq.nn.cached_weight import HeldWeight, turn_of_weight, weight_operands
+from lpq.nn.cached_weight import HeldWeight, turn_of, weight_operands
 from lpq.nn.encoded_inputs import row_buffers
 from lpq.nn.exported import forward_of
 from lpq.nn.grouped_step import Groups
@@ -105,7 +105,7 @@ def grouped_linear_of(
         dtype = torch.get_autocast_dtype(device)
     operands, first = weight_operands(plan, weight, held_weight, needs_dx), x if buffers is None else buffers[0]
     if plan.turns and seeds is not None:
-        seeds = with_one_turn(seeds, turn_of_weight(plan, operands))
+        seeds = with_one_turn(seeds, turn_of(plan.w, operands))
     (rows, features), (groups, outputs, _) = x.shape, weight.shape
     with torch.autocast(device, enabled=False) if casts else nullcontext(), on_device(x.device):
         watched = not can_bypass_dispatcher(first)

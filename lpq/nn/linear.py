@@ -14,7 +14,7 @@ from lpq import registry
 from lpq.formats import Quantizer
 from lpq.kernels.table import kernels_allowed
 from lpq.nn import recomputed
-from lpq.nn.cached_weight import HeldWeight, turn_of_weight, weight_operands, write_stamp
+from lpq.nn.cached_weight import HeldWeight, turn_of, weight_operands, write_stamp
 from lpq.nn.encoded_inputs import Given, input_buffers
 from lpq.nn.exported import forward_of
 from lpq.nn.input_checks import check, check_accumulation, check_memories
@@ -219,7 +219,7 @@ class Layer(WeightedLayer):
         measured = [s for s in gather.stats if s is not None] if gather is not None and "w" in states else ()
         operands = weight_operands(plan, weight, held_weight, shapes.needs_dx) if shapes.encoded else None
         if plan.turns and seeds is not None:
-            seeds = with_one_turn(seeds, turn_of_weight(plan, operands))
+            seeds = with_one_turn(seeds, turn_of(plan.w, operands))
         static = self.passes.static_input.read(states["x"]) if call.inputs is not None and "x" in states else ()
         return call._replace(
             states=states, seeds=seeds, weight=operands, measured=measured, accumulate=accumulate, static=static

@@ -7,6 +7,7 @@ backward makes from it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from lpq.formats.layout import check_there
 from lpq.nn import recomputed
-from lpq.nn.cached_weight import Unwritten, write_stamp
+from lpq.nn.cached_weight import Unwritten, turn_of, write_stamp
 from lpq.nn.encoded_inputs import SUMMED, Buffers, gradient_given
 from lpq.nn.input_checks import check_backward
 from lpq.nn.observing import Watch
@@ -31,6 +32,7 @@ from lpq.operations.encoder import KnownStats
 from lpq.operations.group_products import sum_rows
 from lpq.operations.operators import can_bypass_dispatcher
 from lpq.operations.produced_tiles import Produced
+from lpq.operations.random_seeds import with_one_turn
 from lpq.operations.states import State
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.autograd import keeps_graph, runs_whole
@@ -138,15 +140,11 @@ class Multiplication(torch.autograd.Function):
             step = ctx.watched_step = through_dispatcher(plan, shapes)  # a compiler would trace it in backward again
         x_stats: Sequence[Tensor] = ()
         x_encoder: Any = step.x
-        own_states = {t: state for t, state in states.items() if t not in shapes.fresh} if shapes.fresh else states
-        of_x: Any
-        of_w: Any
+        own_states: Any = {t: state for t, state in states.items() if t not in shapes.fresh} if shapes.fresh else states
         of_x, of_w = own_states.get("x", ()), own_states.get("w", ())
         given = x if call.values is None else call.values
-        values: Any = given
+        values: Any = given if source is None else source
         operands = pair if shared is None else shared.operands
-        if source is not None:
-            values = source
         if pair is not None and shapes.taken:  # the encoder may have to gather it, or to tell groups of it apart
             values, operands = pair, None if shared is None else operands
         if step.exchange is not None:
@@ -171,6 +169,10 @@ class Multiplication(torch.autograd.Function):
             w_row, w_col = encoded if step.w is None else step.w.encode(encoded, (), w_seed)[:2]
             if call.step is not None and not w_row[0].data_ptr():
                 check_there(w_row[0])
+        if call.step is None and plan.turns and seeds is not None and not torch.compiler.is_compiling():
+            # Selective checkpointing may hand out operands of the first run, and draw seeds anew.
+            turn = turn_of(plan.w, (w_row, w_col))
+            dy_seed = with_one_turn(seeds, turn_of(plan.x, (x_row, x_col)) if turn is None else turn)[2]
         if operands is None:
             if x_encoder.arrive is not None:
                 x_row, x_col = x_encoder.arrive(x_row, x_col)
@@ -296,10 +298,7 @@ def _gradients(
         recomputed.compare(ctx.call.title, ctx.state_counts, saved[-1])
     call: LayerCall = ctx.call
     plan, states = call.plan, call.states
-    first, second, third, fourth = ctx.counts
-    second += first
-    third += second
-    fourth += third
+    first, second, third, fourth = itertools.accumulate(ctx.counts)
     seed = saved[fourth] if plan.stochastic else None
     state = states.get("dy") if torch.compiler.is_compiling() or ctx.dy_state is None else ctx.dy_state
     own_state = None if "dy" in shapes.fresh else state

@@ -100,6 +100,31 @@ def test_a_selection_of_what_is_recomputed_hides_no_moved_state() -> None:
         second.backward()
 
 
+@pytest.mark.parametrize("needs_dx", [True, False])
+def test_a_gradient_is_rotated_as_the_operands_that_a_selection_saves(
+    needs_dx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their seeds are drawn again, as the policy does not save these, and differ where the generator is not put back,
+    or a random operator of torch's is saved: the gradients were noise."""
+    turns = iter((1, 1, 2))  # of a run without checkpointing, of the first run, and of the second
+    monkeypatch.setattr(
+        torch, "randint", lambda *_, device, **__: torch.tensor([5, 6, 7], device=device) * 2**32 + next(turns)
+    )
+
+    def policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = operator is torch.ops.lpq.quantize.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts, both = partial(create_selective_checkpoint_contexts, policy), []
+    for run in (plainly, partial(checkpoint, use_reentrant=False, context_fn=contexts)):
+        module, (x,) = layer("nvfp4-eden"), inputs(1)
+        x.requires_grad_(needs_dx)
+        run(module, x).square().sum().backward()
+        both.append([x.grad, *found(module)])
+    assert next(turns, None) is None
+    assert equal(*both)
+
+
 def test_the_default_device_has_no_part_in_it() -> None:
     """The counts were put there: on a GPU the host waited for them, and on the meta device there were none."""
     module, (x,) = layer(), inputs(1)
