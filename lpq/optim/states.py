@@ -320,6 +320,11 @@ def _forms(optimizer: Optimizer, formats: dict[str, str | Quantizer]) -> dict[st
     has = f"{kind} keeps {', '.join(kinds)}" if kinds else f"{kind} keeps no state of a parameter"
     if not formats:
         raise OptionError(f"QuantizedStates got no format, and {has}: give one for each that is to be stored, by name")
+    if formats.keys() & {"square_avg", "grad_avg"} and any(group.get("centered") for group in optimizer.param_groups):
+        raise OptionError(
+            f"QuantizedStates got a format for a state from which {kind} computes a variance, with centered=True: "
+            "a difference, which would be negative where states are rounded, and the weight NaN: use centered=False"
+        )
     forms: dict[str, StateForm] = {}
     for name, text in formats.items():
         if name not in kinds:

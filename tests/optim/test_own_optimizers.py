@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import StepLR
 
 from lpq.optim import QuantizedStates
@@ -140,6 +140,16 @@ def test_the_step_that_a_scheduler_put_there_is_not_taken() -> None:
     QuantizedStates(inner, exp_avg="mxfp8")
     assert torch.equal(p, before)
     assert not inner.state
+
+
+@pytest.mark.parametrize(("name", "text"), [("square_avg", SECOND), ("grad_avg", "mxfp8")])
+def test_a_variance_that_is_a_difference_of_states_is_refused(name: str, text: str) -> None:
+    """Rounded states made it negative, and weights NaN."""
+    inner = RMSprop([_param()], centered=True, momentum=0.9)
+    with pytest.raises(OptionError, match=r"from which RMSprop computes a variance, .*use centered=False"):
+        QuantizedStates(inner, **{name: text})
+    QuantizedStates(inner, momentum_buffer="mxfp8").step()
+    QuantizedStates(RMSprop([_param()]), square_avg=SECOND).step()
 
 
 def test_the_copy_draws_no_numbers() -> None:
