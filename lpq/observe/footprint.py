@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lpq import registry
+from lpq.distributed.alike import converted
 from lpq.distributed.shardability import operand_bytes, sent_bytes, why_not, why_uncut, why_whole
 from lpq.formats import Quantizer
 from lpq.formats.sections import is_stack
@@ -98,9 +99,9 @@ def memory(
     """
     check_model(model)
     check_whole("memory", 1, ranks=1 if ranks is None else ranks)
-    for name, m in model.named_modules():
-        if getattr(m, "layouts", None) is not None or getattr(m, "dispatched", None) is not None:
-            raise ValueError(f"memory counts what FSDP2 shards: call it before a style shares out {name or 'all'}")
+    for layer in converted(model):
+        if getattr(layer, "layouts", None) is not None or getattr(layer, "dispatched", None) is not None:
+            raise ValueError(f"memory counts what FSDP2 shards: call it before a style shares out {layer.title}")
     forms = _forms(tuple(moments.items())) if moments else {}
     over = ranks or next((p.device_mesh.size(-1) for p in model.parameters() if isinstance(p, DTensor)), 1)
     layers = {id(m.weight): m for m in model.modules() if isinstance(m, Layer) and m.gather is not None}

@@ -371,7 +371,7 @@ def test_the_report_says_how_rows_travel(rank: int) -> None:
         parallelize_module(model, mesh, ExpertParallel(dispatch=how))  # type: ignore[arg-type]
         notes = {entry.name: entry.note for entry in lpq.report(model).parallel}
         assert re.search(said, notes["down"]), notes
-        with pytest.raises(ValueError, match="before a style shares out all"):
+        with pytest.raises(ValueError, match="before a style shares out layer up, "):
             lpq.observe.memory(model)  # of a model that FSDP2 shards
 
 
