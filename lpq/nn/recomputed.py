@@ -4,7 +4,7 @@ A run that is recomputed must read the states that it read first. They move in b
 one moves them before the other is recomputed. Autograd counts the writes to a tensor, so the counts identify a state.
 Checkpointing recomputes the tensors that a run saves: a run saves the counts among them, and backward compares them
 with the counts of the first run. The older way, ``use_reentrant=True``, runs forward without saving anything, and is
-refused.
+refused, under hooks of others as well, such as those that keep saved tensors elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from lpq.torch_private.tensors import version_of
 
 def check(layer: WeightedLayer) -> None:
     """Refuse to run forward again in backward if checkpointing is reentrant."""
-    if torch.compiler.is_compiling() or autograd.graph_task() == -1 or autograd.hooks_that_save() is not None:
+    if torch.compiler.is_compiling() or autograd.graph_task() == -1:
+        return
+    if autograd.hooks_that_save() is not None and not autograd.runs_node("CheckpointFunctionBackward"):
         return
     raise RuntimeError(
         f"{layer.title}: activation checkpointing with use_reentrant=True runs it again in backward, where the "

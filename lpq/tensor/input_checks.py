@@ -48,7 +48,7 @@ def check_gradient(func: Any, args: tuple[Any, ...]) -> None:
     leaf: a sum would be of rounded values without a word, and optimizers take ordinary gradients."""
     if autograd.graph_task() == -1:
         return
-    keeps = autograd.keeps_gradient()
+    keeps = autograd.runs_node("torch::autograd::AccumulateGrad")
     if not (keeps or func is ADD) or not engine_calls():
         return
     gradient = next(t for t in tree_iter(args) if isinstance(t, QuantizedTensor))

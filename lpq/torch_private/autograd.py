@@ -12,10 +12,10 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """A number of the backward that runs in this thread; -1 outside of any."""
 
 
-def keeps_gradient() -> bool:
-    """Whether the node that runs in this thread keeps the gradient of a leaf."""
+def runs_node(name: str) -> bool:
+    """Whether the node that runs in this thread has this name."""
     node = torch._C._current_autograd_node()
-    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
+    return node is not None and node.name() == name
 
 
 will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node

@@ -270,14 +270,15 @@ def test_a_backward_is_seen_and_what_it_will_run() -> None:
 
 
 def test_a_node_that_keeps_a_gradient_is_seen() -> None:
+    keeps = "torch::autograd::AccumulateGrad"
     found: list[bool] = []
     leaf = torch.ones(2, requires_grad=True)
     between = leaf * 2
-    between.register_hook(lambda _: found.append(autograd.keeps_gradient()))
-    leaf.register_post_accumulate_grad_hook(lambda _: found.append(autograd.keeps_gradient()))
+    between.register_hook(lambda _: found.append(autograd.runs_node(keeps)))
+    leaf.register_post_accumulate_grad_hook(lambda _: found.append(autograd.runs_node(keeps)))
     between.sum().backward()
     assert found == [False, True]
-    assert not autograd.keeps_gradient()
+    assert not autograd.runs_node(keeps)
 
 
 def test_what_is_called_at_the_end_of_backward_comes_last_and_may_raise() -> None:
