@@ -287,7 +287,8 @@ class QuantizedStates(Wrapper):
                 "on this rank"
             )
             stays: dict[str, list[str]] = {}
-            for value in (s[name] for s in self.state.values() if name in s and _part(s[name]) is None):
+            others = (state.get(name) for state in self.state.values())  # SGD may keep None
+            for value in (x for x in others if isinstance(x, Tensor) and _part(x) is None):
                 stays.setdefault(str(self._why_stays(form, value)), []).append(str(list(value.shape)))
             lines += [f"  as it was, because {reason}: {listed(shapes)}" for reason, shapes in stays.items()]
         return "\n".join(lines)

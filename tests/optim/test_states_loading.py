@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam, AdamW
+from torch.optim import SGD, Adam, AdamW
 
 import lpq
 from lpq.optim import QuantizedStates
@@ -58,6 +58,19 @@ def test_states_are_stored_as_the_options_say_that_load_them(
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     _step(twin, other, 1)
+
+
+def test_a_state_that_is_none_is_loaded_and_reported() -> None:
+    """As an earlier PyTorch saved it of SGD without momentum."""
+    net = nn.Linear(64, 128)
+    groups = [{"params": [net.weight]}, {"params": [net.bias], "momentum": 0.0}]
+    optimizer = QuantizedStates(SGD(groups, lr=0.1, momentum=0.9), momentum_buffer="mxfp8")
+    _step(net, optimizer, 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][1] = {"momentum_buffer": None}
+    optimizer.load_state_dict(saved)
+    _step(net, optimizer, 1)
+    assert optimizer.report() == "momentum_buffer: mxfp8, of 1 tensors, 8192 elements in 8448 bytes on this rank"
 
 
 @pytest.mark.parametrize("options", [FIRST, {**FIRST, **SECOND, "least": 10_000}])
