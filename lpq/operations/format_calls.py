@@ -53,7 +53,7 @@ def _measured(quantizer: Quantizer, method: str, x: Tensor, by_name: Mapping[str
     except KeyError as error:
         raise lacking(quantizer, method, error) from None
     if _is_unchecked(quantizer, method, x):
-        of, fault = _unfit_stats(quantizer, method, by_name, x)
+        of, fault = unfit_stats(quantizer, method, by_name, x)
         _check(quantizer, of, x, fault)
     return measured
 
@@ -83,7 +83,7 @@ def encoded_by(quantizer: Quantizer, x: Tensor, stats: Mapping[str, Tensor], bit
     storage = storage.bind(quantizer, (x.shape[0], x.shape[1]), x.dtype)
     # As _is_unchecked, without a call: layers encode ordinary matrices so at every step.
     if not is_dynamo_compiling() and (method, x.dtype, x.device) not in quantizer.checked and type(x) in ORDINARY:
-        _check(quantizer, method, x, _unfit_storage(storage, x))
+        _check(quantizer, method, x, unfit_storage(storage, x))
     return storage
 
 
@@ -95,7 +95,7 @@ def transpose_reference(operand: Storage) -> Storage:
         raise _no_storage(quantizer, "transposed", storage)
     storage = storage.bind(quantizer, (cols, rows), operand.dtype)
     if _is_unchecked(quantizer, "transposed", first):
-        _check(quantizer, "transposed", first, _unfit_storage(storage, first))
+        _check(quantizer, "transposed", first, unfit_storage(storage, first))
     return storage
 
 
@@ -109,7 +109,7 @@ def decode_reference(operand: Storage, dtype: torch.dtype) -> Tensor:
     quantizer, first = operand.quantizer, operand.tensors()[0]
     values = operand.decode()
     if _is_unchecked(quantizer, "decode", first):
-        _check(quantizer, "decode", first, _unfit_matrix(operand, values))
+        _check(quantizer, "decode", first, unfit_matrix(operand, values))
     return values.to(dtype)
 
 
@@ -130,7 +130,7 @@ def _check(quantizer: Quantizer, method: str, x: Tensor, fault: Fault | None) ->
 # ---------------------------------------------------------------------------------------------- faults
 
 
-def _unfit_storage(storage: Storage, x: Tensor) -> Fault | None:
+def unfit_storage(storage: Storage, x: Tensor) -> Fault | None:
     """The fault of the buffers of an operand; None if they have none."""
     quantizer, (rows, cols) = storage.quantizer, storage.shape
     name, shape = quantizer.storage.__name__, (rows, cols)
@@ -150,7 +150,7 @@ def _unfit_storage(storage: Storage, x: Tensor) -> Fault | None:
     return None
 
 
-def _unfit_stats(
+def unfit_stats(
     quantizer: Quantizer, method: str, by_name: Mapping[str, Tensor], x: Tensor
 ) -> tuple[str, Fault | None]:
     """The fault of the statistics of a matrix, with the method that returned it; ``method`` and None if they have
@@ -171,7 +171,7 @@ def _unfit_stats(
     return method, None
 
 
-def _unfit_matrix(operand: Storage, values: Tensor) -> Fault | None:
+def unfit_matrix(operand: Storage, values: Tensor) -> Fault | None:
     """The fault of a decoded matrix; None if it has none."""
     if not isinstance(values, Tensor):
         return f"returned {type(values).__name__} and no tensor", "return the matrix in fp32"

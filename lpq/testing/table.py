@@ -177,7 +177,7 @@ def _matrix(case: Case, seed: int) -> Tensor:
     top, bottom = torch.finfo(case.dtype).max, least(case.dtype)
     x = normal(*case.shape, torch.float64, seed) * MAGNITUDES[case.magnitude](case.dtype)
     if case.outlier is not None:
-        x[case.outlier] = OUTLIER * x.abs().max()
+        x[case.outlier] = (OUTLIER * x.abs().max()).copysign(x[case.outlier])
     if case.magnitude == "the least number":  # whole multiples of it, as rounding to the dtype may lose
         x = (x / bottom).round() * bottom
     return x.clamp(-top, top).to(case.dtype)

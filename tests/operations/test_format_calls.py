@@ -181,12 +181,12 @@ def test_what_is_returned_is_what_is_declared(
 def test_it_is_looked_at_once(use: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     """No step costs more than a look into a set, until the plugins change: what is right then is looked at again."""
     looked: list[str] = []
-    for name in ("_unfit_storage", "_unfit_stats", "_unfit_matrix"):
+    for name in ("unfit_storage", "unfit_stats", "unfit_matrix"):
         original = getattr(format_calls, name)
         monkeypatch.setattr(format_calls, name, lambda *args, f=original, name=name: (looked.append(name), f(*args))[1])
     for anew in (True, False, False):
         use("Right", "Rows", anew=anew)
-    assert sorted(looked) == ["_unfit_matrix", "_unfit_stats", "_unfit_storage"]
+    assert sorted(looked) == ["unfit_matrix", "unfit_stats", "unfit_storage"]
     with pytest.raises(PluginError, match=r"WrongDtype\.encode"):
         use("WrongDtype", "Rows")
 

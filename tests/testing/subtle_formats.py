@@ -19,10 +19,12 @@ from broken_formats import (
     stored,
 )
 from subtle_matrices import PARTS, Misreads, Spoils
+from subtle_numbers import TellsOfItsScales
 from subtle_rotations import MayTurn, Pairs, Sixteens, Triples
+from subtle_states import Delayed, Longer, MeasuresNow
 from torch import Tensor
 
-from lpq.core import Buffer, Quantizer, RandomBits, Stat, StateBuffer, Storage
+from lpq.core import Buffer, Quantizer, RandomBits, Storage
 
 # ---------------------------------------------------------------------------------------------- one scale per row
 
@@ -167,7 +169,7 @@ class MisspeltCase(Int8):
     known_failures: ClassVar[dict[str, str]] = {"test_error_is_bounded[tinny]": "its scale is at least 1e-6"}
 
 
-@found_by("test_large_values_overflow_or_survive", "of values near 3.39e+38 the relative RMS error is")
+@found_by("test_large_values_overflow_or_survive", "of values up to 3.39e+38 the relative RMS error is")
 class ClipsTheTop(Int8):
     """Clips what lies above 2^127, and stays finite."""
 
@@ -286,91 +288,6 @@ class RaisedByZeros(Follows):
 
     def measure(self, x: Tensor) -> dict[str, Tensor]:
         return {"amax": super().measure(x)["amax"] * (1 + (x == 0).any(1, keepdim=True))}
-
-
-# ---------------------------------------------------------------------------------------------- state
-
-STATE = "test_state_follows_the_tensor"
-
-
-@stored(TensorStorage)
-class Delayed(Int8):
-    """INT8 with one scale, from the amax of the step before; of what is larger the codes saturate."""
-
-    stats = (Stat("amax"),)
-    state = (StateBuffer("last"),)
-
-    def measure(self, x: Tensor) -> dict[str, Tensor]:
-        return {"amax": x.abs().amax().float()}
-
-    def codes(self, x: Tensor, scale: Tensor) -> Tensor:
-        return super().codes(x.float(), scale).clamp(-127, 127)
-
-    def recall(self, state: Stats) -> dict[str, Tensor]:
-        return {"amax": torch.where(state["last"] > 0, state["last"], 8.0)}
-
-    def remember(self, state: Stats, stats: Stats) -> None:
-        amax = stats["amax"]
-        state["last"].copy_(torch.where(amax.isfinite(), amax, state["last"]))
-
-
-@found_by(STATE, "NeverMoves.recall gives the same statistics as before, after 8")
-class NeverMoves(Delayed):
-    """Keeps the first amax for ever."""
-
-    def remember(self, state: Stats, stats: Stats) -> None:
-        state["last"].copy_(torch.where(state["last"] > 0, state["last"], stats["amax"]))
-
-
-class Longer(Delayed):
-    """From the largest amax of the last 32 steps; at the end of the state lies the number of the step."""
-
-    state = (StateBuffer("last", (33,)),)
-    room: ClassVar[int] = 32
-
-    def recall(self, state: Stats) -> dict[str, Tensor]:
-        largest = state["last"][:-1].amax()
-        return {"amax": torch.where(largest > 0, largest, 8.0)}
-
-    def remember(self, state: Stats, stats: Stats) -> None:
-        step = int(state["last"][-1])
-        if step < self.room or self.room == 32:
-            amax = stats["amax"]
-            state["last"][step % 32] = torch.where(amax.isfinite(), amax, 0.0)
-        state["last"][-1] += 1
-
-
-@found_by(STATE, "the same statistics as before, after 35 steps with a tensor")
-class NeverWraps(Longer):
-    """Writes each place of its history once."""
-
-    room = 31
-
-
-@found_by(
-    "test_a_spike_is_forgotten",
-    "8 steps after one whose tensor was a thousand times as large, recall still gives",
-)
-class NeverForgets(Delayed):
-    """From the largest amax that there ever was."""
-
-    def remember(self, state: Stats, stats: Stats) -> None:
-        super().remember(state, {"amax": torch.maximum(stats["amax"], state["last"])})
-
-
-class MeasuresNow(Delayed):
-    """It remembers an amax for others to read, and encodes with the one that is measured."""
-
-    def recall(self, state: Stats) -> dict[str, Tensor | None]:  # type: ignore[override]
-        return {"amax": None}
-
-
-@found_by("test_values_beyond_what_is_remembered_saturate", "beyond the * that its state remembers, comes back as")
-class Wraps(Delayed):
-    """Takes the lowest eight bits of what does not fit."""
-
-    def codes(self, x: Tensor, scale: Tensor) -> Tensor:
-        return (x.float() / scale).nan_to_num().clamp(-1e9, 1e9).round().int()
 
 
 # ---------------------------------------------------------------------------------------------- random bits
@@ -494,6 +411,6 @@ class OneShape(Quantizer):
 
 RIGHT = (
     Int8, Blocks, Transposes, Follows, Delayed, Stochastic, MayBeStochastic, Pairs, Triples, Sixteens, Longer,
-    MeasuresNow, MayTurn,
+    MeasuresNow, MayTurn, TellsOfItsScales,
 )  # fmt: skip
 """Formats without a mistake."""

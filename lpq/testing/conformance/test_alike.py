@@ -1,13 +1,17 @@
-"""Quantizers that a format declares to store, or to decode, as another one does: the declared one's kernels run."""
+"""Quantizers that a format declares to store, or to decode, as another one does: the declared one's kernels run. And
+what a format tells of the error that its rounded scales make."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lpq.formats import Quantizer
 from lpq.operations.format_calls import encoded_by
-from lpq.testing.expect import equal, same, there
+from lpq.testing.conformance.test_purity import untouched
+from lpq.testing.expect import equal, relative_error, same, there
 from lpq.testing.operands import encode, measure, normal
 from lpq.testing.options import only
 
@@ -33,6 +37,33 @@ def test_a_quantizer_without_rotation_decodes_what_is_stored(side: Quantizer) ->
     equal(alike.layout, side.layout, f"the layout of {alike}, which is {side} without a rotation")
     decoded = operand.from_tensors(operand.tensors(), alike, operand.shape, operand.dtype).decode()
     same(decoded, operand.decode_stored()[:, : operand.shape[1]], f"{alike} over the buffers of {side}")
+
+
+@only(
+    lambda side: type(side).unrounded is not Quantizer.unrounded or not side.rounds_scales,
+    "says what rounding its scales costs",
+)
+def test_what_rounded_scales_cost_is_told_right(side: Quantizer) -> None:
+    """``unrounded`` returns a matrix in fp32 that has no larger an error than the stored one, but for a quarter, and
+    writes to nothing. Where a format says that it rounds no scale, a matrix times a factor has the same codes."""
+    x, factor = normal(32, 256), 1.375
+    own, stats = side.rotated(x), measure(side, x)
+    operand = encode(side, x, stats)
+    stored = operand.decode() if side.rotation is None else operand.decode_stored()
+    error = relative_error(stored, own)
+    exact = untouched({"its input": own} | stats, partial(side.unrounded, own, stats), f"{side}: unrounded")
+    if exact is not None:
+        equal((exact.dtype, exact.shape), (torch.float32, stored.shape), f"{side}: unrounded")
+        rest = relative_error(exact, own)
+        assert rest <= 1.25 * error, (
+            f"{side}: what unrounded returns has the relative error {rest:.4f}, and with rounded scales it is "
+            f"{error:.4f}; return the values that encode would store, rounded to its elements under exact scales"
+        )
+    moved = relative_error(encode(side, x * factor).decode() / factor, operand.decode())
+    assert side.rounds_scales or moved <= 0.1 * error, (
+        f"{side}: with rounds_scales = False, {factor} times a matrix decodes to another one times {factor}, by "
+        f"{moved:.4f}, where the error is {error:.4f}: its scales are rounded; take rounds_scales away"
+    )
 
 
 def _values(side: Quantizer) -> Tensor:

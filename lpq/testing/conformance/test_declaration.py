@@ -42,7 +42,7 @@ def test_text_makes_the_same_quantizer(quantizer: Quantizer) -> None:
 
 
 def test_declarations_can_be_read(side: Quantizer) -> None:
-    """Buffers and statistics have names of their own, and blocks that can be counted."""
+    """Buffers and statistics have names of their own."""
     name, layout = side.storage.__name__, side.storage.layout_for(side)
     assert layout, f"{name}.layout is empty"
     for what, declared in ((f"{name}.layout", layout), (f"{type(side).__name__}.stats", side.stats)):
@@ -50,7 +50,6 @@ def test_declarations_can_be_read(side: Quantizer) -> None:
         assert len(set(names)) == len(names), f"{what} declares a name twice: {names}"
         for entry in declared:
             assert entry.name.isidentifier(), f"{what}: {entry.name!r} is no name for an attribute"
-            assert all(step is None or step >= 1 for step in entry.block), f"{what}: {entry.name} covers {entry.block}"
     for buffer in layout:
         clash = buffer.name in ("quantizer", "shape", "dtype") or hasattr(side.storage, buffer.name)
         assert not clash, f"{name}.layout: {buffer.name!r} is an attribute of every Storage; choose another name"

@@ -26,12 +26,12 @@ from lpq.testing.expect import one_nan, same, same_decoded, same_operand
 from lpq.testing.operands import SEED, encode, normal, sides, unit
 from lpq.testing.options import only
 from lpq.testing.ranks import Rank, on_ranks
-from lpq.testing.table import DTYPES
+from lpq.testing.table import DTYPES, SQUARE
 
 WHOLE = 128 * 3 * 5 * 7
 """Rows or columns of the largest whole, at least: it has whole tiles of 128, and of most numbers below."""
-NARROW = 8
-"""The number of columns of the whole, if it is cut along rows, or of rows."""
+NARROW, WIDE = 8, 40
+"""The number of columns of the largest whole, and of others, if they are cut along rows, or of rows."""
 MOST = 64
 """Each number of units up to this is the size of a part, where the largest whole has room for it."""
 MASTER = 48
@@ -43,9 +43,10 @@ def declares_what_follows(quantizer: Quantizer) -> bool:
     return any(buffer.from_stats for side in sides(quantizer) for buffer in side.layout)
 
 
-def sizes_of_parts(side: Quantizer, dim: int) -> Iterator[list[int]]:
-    """Yield the sizes of the parts of one matrix after the other, two to four each: 1, 2, 3, … times the unit at which
-    an operand can be cut, in a random order, and the rest of the largest matrix. One part is empty.
+def sizes_of_parts(side: Quantizer, dim: int) -> Iterator[tuple[list[int], int]]:
+    """Yield the sizes of the parts of one matrix after the other, two to four each, and the size of its other
+    dimension: 1, 2, 3, … times the unit at which an operand can be cut, in a random order, and the rest of the largest
+    matrix. One part is empty, and one a large square.
 
     A format that depends on the size of a matrix, as where 5 rows share a scale if there are whole fives, is thereby
     tried with each small size, be it odd or prime, and at places that are no multiples of it.
@@ -55,11 +56,12 @@ def sizes_of_parts(side: Quantizer, dim: int) -> Iterator[list[int]]:
     most = next(n for n in range(MOST, 0, -1) if n * (n + 1) // 2 < room)
     order = iter([n * step for n in (torch.randperm(most, generator=torch.Generator().manual_seed(SEED)) + 1).tolist()])
     first = list(itertools.islice(order, 3))
-    yield [*first, room * step - sum(first)]
+    yield [*first, room * step - sum(first)], NARROW
     for ranks in itertools.cycle((2, 3, 4)):
         if not (sizes := list(itertools.islice(order, ranks))):
-            return
-        yield sizes if len(sizes) > 1 else [*sizes, 0, step]
+            break
+        yield sizes if len(sizes) > 1 else [*sizes, 0, step], WIDE
+    yield [square := -(-SQUARE // step) * step, step], square
 
 
 def part_that_differs(x: Tensor, parts: tuple[Tensor, ...], number: int) -> str:
@@ -89,8 +91,7 @@ def test_parts_are_encoded_as_in_the_whole(side: Quantizer, direction: Direction
         pytest.skip(f"it has no parts: {reason}")
     spanning = [stat for stat in side.stats if stat.block[dim] is None]
     alike = bool(spanning)
-    for number, sizes in enumerate(sizes_of_parts(side, dim)):
-        wide = NARROW if number == 0 else 40
+    for number, (sizes, wide) in enumerate(sizes_of_parts(side, dim)):
         x = normal(*((sum(sizes), wide) if dim == 0 else (wide, sum(sizes))), dtype=DTYPES[number % 3])
         parts = torch.split(x, sizes, dim)
         holds = part_that_differs(x, parts, number)

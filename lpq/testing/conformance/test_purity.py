@@ -20,14 +20,15 @@ from lpq.torch_private.tensors import version_of
 
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "zeros": lambda x: x * 0,
-    "a NaN": lambda x: _with(x, torch.nan),
-    "an infinity": lambda x: _with(x, torch.inf),
+    "a NaN": lambda x: with_one(x, torch.nan),
+    "an infinity": lambda x: with_one(x, torch.inf),
 }
 """Matrices that a format may treat in its own way, beside the table's matrices."""
 SECOND = "encoding the same matrix a second time (it may be random only by the bits that encode_stochastic is given)"
 
 
-def _with(x: Tensor, value: float) -> Tensor:
+def with_one(x: Tensor, value: float) -> Tensor:
+    """A copy of a matrix with one such value in it."""
     copy = x.clone()
     copy[-2, -3] = value
     return copy

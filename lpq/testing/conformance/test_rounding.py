@@ -88,6 +88,27 @@ def test_ties_go_either_way(side: Quantizer) -> None:
             )
 
 
+@only(lambda side: not side.stochastic and side.rotation is None, "rounds to nearest in its own basis")
+def test_no_value_is_lost_beside_a_neighbour(side: Quantizer) -> None:
+    """No value loses half of itself where another value comes back that is three times as near to it, be they spaced
+    evenly or not: a cast that takes subnormal elements for zeros loses small gradients."""
+    probes = torch.cat([torch.linspace(0, 1, PROBES)[1:], torch.logspace(-24, 0, PROBES, base=2)])
+    for sign in (1, -1):
+        decoded = _decoded(side, probes * sign, 1.0) * sign
+        values, hits = torch.unique(decoded, return_counts=True)
+        levels = values[hits >= HITS]  # of the others it may depend on the values beside it whether they come back
+        if len(levels) < 2:
+            continue
+        above = torch.searchsorted(levels, probes).clamp(1, len(levels) - 1)
+        nearest = torch.where(probes - levels[above - 1] < levels[above] - probes, levels[above - 1], levels[above])
+        lost = (decoded < probes / 2) & (probes - decoded > 3 * (probes - nearest).abs())
+        assert not lost.any(), (
+            f"{side}: {sign * probes[lost][0]:.4g}, beside a value of 1, comes back as {sign * decoded[lost][0]:.4g}, "
+            f"though {sign * nearest[lost][0]:.4g} can come back: round to the nearest code, the least ones too "
+            "(subnormal numbers of an element type are codes like others)"
+        )
+
+
 def _units(side: Quantizer) -> float | None:
     """The largest unit in which the values that come back are whole numbers; None: there is none, or it cannot be
     found, as where the scale of a block is the best for all its values."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -11,13 +12,14 @@ from torch import Tensor
 
 from lpq.formats import Quantizer
 from lpq.operations.encoder import EncoderSpec, bind_encoder, through_operators
+from lpq.operations.format_calls import unfit_stats
 from lpq.operations.measuring import measure_reference
 from lpq.operations.operands import encode_operands
 from lpq.operations.quantizing import quantize
 from lpq.operations.sides import declared
 from lpq.operations.states import measures_fresh, recalls, remember
 from lpq.testing.conformance.test_layout import check_buffers
-from lpq.testing.conformance.test_purity import untouched
+from lpq.testing.conformance.test_purity import untouched, with_one
 from lpq.testing.expect import same, same_operand, there
 from lpq.testing.operands import SEED, encode, measure, normal
 from lpq.testing.options import only
@@ -62,12 +64,9 @@ def test_state_gives_the_declared_statistics(quantizer: Quantizer) -> None:
         name = type(side).__name__
         for _ in ("fresh", "used"):
             recalled = recall(side, state, x)
-            for stat in side.stats:
-                shape, grid = tuple(recalled[stat.name].shape), stat.grid(*x.shape)
-                assert shape == grid, (
-                    f"{name}.recall: {stat.name} is {shape}; as {name}.stats declares it, it must be {grid}"
-                )
-            check_buffers(side, encode(side, x, recalled), (24, 40), x.dtype)
+            _, fault = unfit_stats(side, "recall", recalled, x)
+            assert fault is None, f"{name}.recall {': '.join(fault or ())}"
+            check_buffers(side, encode(side, x, recalled), x)
             side.remember(state, measure(side, x))
         assert any(tensor.any() for tensor in state.values()), (
             f"{name}.remember leaves the state at zeros; it must take the statistics into it: write to the tensors of "
@@ -98,22 +97,30 @@ def test_state_follows_the_tensor(quantizer: Quantizer) -> None:
 
 @REMEMBERS
 def test_a_spike_is_forgotten(quantizer: Quantizer) -> None:
-    """One step with a tensor that is a thousand times as large raises the recalled statistics for a while, not for
-    ever: after as many ordinary steps as a history has places, and two, it is smaller again."""
+    """One step with a tensor that is a thousand times as large, or that has an infinity or a NaN in it, raises the
+    recalled statistics for a while, not for ever: after as many ordinary steps as a history has places, and two, they
+    are smaller again."""
     x = normal(24, 40)
-    for side, state in branches(quantizer):
+    spikes = {
+        "was a thousand times as large": x * 1000,
+        "had an infinity in it": with_one(x, torch.inf),
+        "had a NaN in it": with_one(x, torch.nan),
+    }
+    for (side, state), (how, spike) in itertools.product(branches(quantizer), spikes.items()):
         steps = steps_of(side)
         _take(side, state, measure(side, x), steps)
         before = stats_of_state(side, state)
-        _take(side, state, measure(side, x * 1000), 1)
+        _take(side, state, measure(side, spike), 1)
         spiked = stats_of_state(side, state)
         _take(side, state, measure(side, x), steps)
         for key, value in stats_of_state(side, state).items():
-            mask = (value > before[key]) & (value >= spiked[key])
+            least = torch.fmin(spiked[key], 2**20 * before[key])  # of what is not finite a step may take anything
+            mask = ~((value <= before[key]) | (value < least))
             assert not mask.any(), (
-                f"{side}: {steps} steps after one whose tensor was a thousand times as large, recall still gives a "
-                f"{key!r} of {value[mask][0]:.3g}, as directly after it, and {before[key][mask][0]:.3g} before: all "
-                "values between are lost for ever; forget the oldest statistic, or let it decay at each step"
+                f"{side}: {steps} steps after one whose tensor {how}, recall still gives a {key!r} of "
+                f"{value[mask][0]:.3g}, as directly after it, and {before[key][mask][0]:.3g} before: all "
+                "values between are lost for ever; forget the oldest statistic, or let it decay at each step, and "
+                "remember none that is not finite"
             )
 
 
