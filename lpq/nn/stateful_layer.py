@@ -254,10 +254,13 @@ class StatefulLayer(nn.Module):
                 state_dict[prefix + name] = memory.copy_(value) if stays else value.to(memory.dtype)
         super()._load_from_state_dict(state_dict, prefix, *args)
         missing, unexpected = args[2:4]
-        for name, memory in self.memories().items():
-            if prefix + name in missing:
-                missing.remove(prefix + name)
-                device = next(self.parameters()).device
+        memories = {prefix + name: memory for name, memory in self.memories().items()}
+        # A file of other layers alone, such as another shard or adapters, leaves what this one remembers.
+        named = any(key.startswith(prefix) and key not in memories for key in state_dict)
+        for key in memories.keys() & missing:
+            missing.remove(key)
+            if named:
+                name, memory, device = key[len(prefix) :], memories[key], next(self.parameters()).device
                 setattr(self, name, torch.zeros_like(memory, device=device) if memory.is_meta else memory.zero_())
         self.passes.forget()
         self.decide_fresh()

@@ -322,6 +322,19 @@ def test_a_checkpoint_without_the_state_starts_it_afresh() -> None:
     assert not any(b.any() for b in module.buffers())
 
 
+def test_a_checkpoint_in_several_files_loads_the_states_of_all_layers() -> None:
+    """One by one, as Hugging Face's Trainer does. A layer that a file does not name stays as it is, its states too."""
+    first, second = (nn.Sequential(layer("fp8-delayed"), nn.ReLU(), layer("fp8-delayed", 32, 48)) for _ in range(2))
+    first(torch.randn(8, 48)).sum().backward()
+    saved = first.state_dict()
+    for place in ("0.", "2.", "1."):
+        second.load_state_dict({key: value for key, value in saved.items() if key.startswith(place)}, strict=False)
+    assert all(torch.equal(value, saved[key]) for key, value in second.state_dict().items())
+    assert all(value.any() for key, value in saved.items() if key.endswith("amax_history"))
+    second.load_state_dict({"0.bias": saved["0.bias"]}, strict=False)
+    assert not second[0].x_amax_history.any(), "an ordinary model's"
+
+
 def test_the_state_of_another_recipe_is_left_out() -> None:
     delayed = layer("fp8-delayed")
     delayed(torch.randn(8, 48)).sum().backward()
