@@ -49,14 +49,13 @@ def as_seed(seed: Tensor | int | None, device: torch.device) -> Tensor | None:
 
 def check_offset(offset: Any) -> None:
     """Check that the offset is the number of a row. Random bits are drawn by 32 bits of it."""
+    remedy = "pass the first row of the shard in the whole tensor"
     is_integer = isinstance(offset, Integral | torch.SymInt) and not isinstance(offset, bool)
     if not is_integer:
         what = f"a {type(offset).__name__}" if isinstance(offset, Tensor) else repr(offset)
-        raise TypeError(f"the offset is {what}: pass the first row of the shard in the whole tensor, an int")
+        raise TypeError(f"the offset is {what}: {remedy}, an int")
     if not 0 <= offset < 1 << 32:
-        raise ValueError(
-            f"the offset is {offset}: pass the first row of the shard in the whole tensor, from 0 on and below 2^32"
-        )
+        raise ValueError(f"the offset is {offset}: {remedy}, from 0 on and below 2^32")
 
 
 def check_stack(quantizer: Quantizer, x: Tensor, seed: object, state: object, group: object, offset: int) -> None:
