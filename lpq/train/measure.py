@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,32 +20,21 @@ from lpq.torch_private.tensors import local_part
 from lpq.train.team import Team
 
 
-@dataclass
-class SavedBytes:
-    """The memory that autograd keeps from the forward for the backward."""
-
-    storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
-
-    @property
-    def bytes(self) -> int:
-        return sum(s.nbytes() for s in self.storages.values())
-
-
 @contextmanager
-def held_for_backward(model: nn.Module) -> Iterator[SavedBytes]:
-    """Count the bytes that the forward inside keeps for backward: each memory once, the model's own not at all."""
+def held_for_backward(model: nn.Module) -> Iterator[dict[int, torch.UntypedStorage]]:
+    """Note the memory that the forward inside keeps for backward, by address: each once, the model's own not at all."""
     tensors = (*model.parameters(), *model.buffers())
     own = {saved.untyped_storage().data_ptr() for t in tensors for saved in _memory(t)}
-    saved = SavedBytes()
+    kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
         if storage.data_ptr() not in own:
-            saved.storages[storage.data_ptr()] = storage  # holding it keeps the address from being given out again
+            kept[storage.data_ptr()] = storage  # holding it keeps the address from being given out again
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        yield saved
+        yield kept
 
 
 def _memory(tensor: Tensor) -> list[Tensor]:
@@ -77,7 +66,7 @@ class Probe:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, team: Team) -> None:
         self.model, self.optimizer, self.team = model, optimizer, team
-        self._saved = SavedBytes()
+        self._kept: dict[int, torch.UntypedStorage] = {}
         self._calls: list[list[Collective]] = [[], []]
         if team.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(team.device)
@@ -85,7 +74,7 @@ class Probe:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Measure the forward that runs inside."""
-        with held_for_backward(self.model) as self._saved, self._watch(0):
+        with held_for_backward(self.model) as self._kept, self._watch(0):
             yield
 
     def backward(self) -> AbstractContextManager[None]:
@@ -104,10 +93,11 @@ class Probe:
         states = self.optimizer.state_dict()["state"].values()
         state = [value for values in states for value in values.values() if isinstance(value, Tensor)]
         gradients = [p.grad for p in parameters if p.grad is not None]
+        kept = sum(storage.nbytes() for storage in self._kept.values())
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         held, weights, reduced, optimizer, peak = (
             self.team.largest(size)
-            for size in (self._saved.bytes, *(sum(map(held_bytes, t)) for t in (parameters, gradients, state)), peak)
+            for size in (kept, *(sum(map(held_bytes, t)) for t in (parameters, gradients, state)), peak)
         )
         forward, backward = map(gathered_bytes, self._calls)
         return StepBytes(self.team.size, held, forward, backward, weights, reduced, optimizer, peak or None)
