@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 SHAPES = ((2, 2), (2,))
 PLAIN = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
-"""Options of how a step is computed, as they are for the small parameter."""
+"""Options of how a step is computed, as they are for the small parameters."""
 VALUE = "the parameter"
 """The name of the parameter among its states."""
 LATE = 10_000
