@@ -12,6 +12,7 @@ from test_house import BESIDE, FLOORS, files, parsed
 from torch import nn
 
 import lpq
+import lpq.operations.operators
 from lpq.registry import hookspecs
 from lpq.registry.operations import TABLE
 
