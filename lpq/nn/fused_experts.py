@@ -125,7 +125,8 @@ def _routed(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     to_experts: Any = Moved.apply
     rows = _over_ranks(experts, to_experts(hidden_states, order // chosen, back, chosen), ends)
     # Weights may be fp32, and make the rows so: these are moved before.
-    weighted: Tensor = to_experts(rows, back, order, 1).view(tokens, chosen, -1) * top_k_weights.unsqueeze(-1)
+    by_token = to_experts(rows, back, order, 1).view(tokens, chosen, rows.shape[1])
+    weighted: Tensor = by_token * top_k_weights.unsqueeze(-1)
     return weighted.sum(1).to(hidden_states.dtype)
 
 

@@ -138,6 +138,17 @@ def test_tokens_of_experts_that_are_elsewhere_add_nothing() -> None:
     assert torch.equal(experts(x, index, weights), experts(x, index[:, :1], weights[:, :1]))
 
 
+def test_no_tokens_at_all() -> None:
+    """As a rank may have them, while others wait for it in backward."""
+    experts = experts_of(lpq.convert(made("Mixtral"), "mxfp8"))[0]
+    x = torch.empty(0, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    y = experts(x, torch.empty(0, 2, dtype=torch.int64), torch.empty(0, 2))
+    y.sum().backward()
+    assert y.shape == x.shape
+    assert x.grad is not None
+    assert not experts.gate_up_proj.grad.any()
+
+
 @pytest.mark.parametrize("tokens", [0, 5])
 def test_gradients_of_moved_rows_are_those_of_indices(tokens: int) -> None:
     """Also of no tokens."""
