@@ -5,6 +5,7 @@ So any optimizer is known by what it does, and not by its name.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -78,8 +79,10 @@ def _stepped(
     params = [nn.Parameter(torch.zeros(shape, dtype=torch.float32)) for _ in range(2)]
     trial, kind = type(optimizer).__new__(type(optimizer)), type(optimizer)
     own = {
-        name: x for name, x in vars(optimizer).items() if _is_constant(x) and not callable(getattr(kind, name, None))
-    }
+        name: copy.deepcopy(value)
+        for name, value in vars(optimizer).items()
+        if _is_constant(value) and not name.startswith("_optimizer_") and not callable(getattr(kind, name, None))
+    }  # without hooks, and without a step that a scheduler put there
     trial.__setstate__({**own, **optimizer.__getstate__(), "defaults": {**optimizer.defaults}})  # torch adds defaults
     options = {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
     options |= {key: value for key, value in PLAIN.items() if key in group}
@@ -103,8 +106,8 @@ def _stepped(
 
 def _is_constant(value: object) -> bool:
     """Whether a copy may have an attribute of the optimizer: no parameter, state or other optimizer is in it."""
-    if isinstance(value, tuple):
-        return all(_is_constant(one) for one in value)
+    if isinstance(value, tuple | list | set | dict):
+        return all(map(_is_constant, value.items() if isinstance(value, dict) else value))
     return value is None or isinstance(value, int | float | str | FunctionType | torch.dtype)
 
 

@@ -27,7 +27,8 @@ class Lion(Optimizer):
 
     def __init__(self, params: Any, kept: dict[str, Any] | None = None) -> None:
         super().__init__(params, {"lr": 1e-3})
-        self.decay, self.betas, self.dtype = _decay, (0.9, 0.99), torch.float32
+        self.decay, self.betas, self.dtype = _decay, {"now": 0.9, "later": [0.99]}, torch.float32
+        self.steps: list[int] = []
         vars(self).update(kept or {})
 
     @torch.no_grad()
@@ -41,8 +42,9 @@ class Lion(Optimizer):
         assert p.grad is not None
         m = state.setdefault("exp_avg", torch.zeros_like(p, dtype=self.dtype))
         self.decay(p, rate * 0.1)
-        p.sub_(m.lerp(p.grad, 1 - self.betas[0]).sign(), alpha=rate)
-        m.lerp_(p.grad, 1 - self.betas[1])
+        p.sub_(m.lerp(p.grad, 1 - self.betas["now"]).sign(), alpha=rate)
+        m.lerp_(p.grad, 1 - self.betas["later"][0])
+        self.steps.append(len(self.steps))
 
 
 class LateSecond(Lion):
@@ -77,14 +79,14 @@ class ByNorm(Lion):
 
 
 class CountsItself(Lion):
-    steps = 0
+    number = 0
 
     def step(self, closure: Any = None) -> Any:
-        self.steps += 1
+        self.number += 1
         return super().step()
 
     def one(self, p: Tensor, rate: float, state: Any) -> None:
-        super().one(p, rate / self.steps, state)
+        super().one(p, rate / self.number, state)
 
 
 class Ahead(Lion):
@@ -113,7 +115,12 @@ def _param() -> nn.Parameter:
 def test_one_that_keeps_options_in_attributes_is_stepped() -> None:
     """It was refused: the copy that is tried lacked them."""
     ours, theirs = _param(), _param()
-    optimizer, plain = QuantizedStates(Lion([ours]), exp_avg="mxfp8"), Lion([theirs])
+    inner, called = Lion([ours]), []
+    hook = inner.register_step_pre_hook(lambda *_: called.append(1))
+    optimizer, plain = QuantizedStates(inner, exp_avg="mxfp8"), Lion([theirs])
+    hook.remove()
+    assert not inner.steps
+    assert not called
     for _ in range(3):
         optimizer.step()
         plain.step()
