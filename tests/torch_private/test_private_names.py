@@ -223,10 +223,11 @@ def test_the_scaled_product_of_groups_takes_a_scale_for_each_row_of_each_group(d
     scales = [torch.empty(n, device="meta") for n in ((32, 96) if dims == 2 else (64, 96))]
     of_b = scales[1] if dims == 2 else scales[1].view(2, 48)
     offs = torch.empty(2, dtype=torch.int32, device="meta")
-    made = operators.scaled_grouped_matmul(
-        a, b.transpose(-2, -1), scales[0], of_b, offs, None, None, torch.bfloat16, False
-    )
-    assert (made.shape, made.dtype) == ((2, 16, 48) if dims == 2 else (64, 48), torch.bfloat16)
+    b = b.transpose(-2, -1)
+    made = operators.scaled_grouped_matmul(a, b, scales[0], of_b, offs, None, None, torch.bfloat16, False)
+    plain = operators.grouped_matmul(a.bfloat16(), b.bfloat16(), offs)
+    assert made.dtype == torch.bfloat16
+    assert made.shape == plain.shape == ((2, 16, 48) if dims == 2 else (64, 48))
 
 
 def test_trees_are_walked() -> None:
