@@ -31,7 +31,7 @@ OF_COUNTS = ". A count is an int64 tensor since plugin interface 2, and in fp32 
 
 def measured_by(quantizer: Quantizer, x: Tensor) -> list[Tensor]:
     """The statistics that the format's ``measure`` and ``measure_again`` find, in the order of ``stats``."""
-    stats = quantizer.measure(quantizer.rotated(x)) or {}
+    stats = _by_name(quantizer, "measure", quantizer.measure(quantizer.rotated(x)))
     if any(stat.round == 2 for stat in quantizer.stats):
         return measured_again_by(quantizer, x, stats)
     return _measured(quantizer, "measure", x, stats)
@@ -41,8 +41,16 @@ def measured_again_by(quantizer: Quantizer, x: Tensor, first: Mapping[str, Tenso
     """The given statistics of round 1, and those that the format's ``measure_again`` finds with them, in the order of
     ``stats``."""
     for_format = _handed_back(quantizer, first) if quantizer.counts_in_fp32 else first
-    second = quantizer.measure_again(quantizer.rotated(x), for_format) or {}
+    second = _by_name(quantizer, "measure_again", quantizer.measure_again(quantizer.rotated(x), for_format))
     return _measured(quantizer, "measure_again", x, {**first, **second})
+
+
+def _by_name(quantizer: Quantizer, method: str, returned: object) -> Mapping[str, Tensor]:
+    """The statistics that a method returned; None stands for none."""
+    if returned is not None and not isinstance(returned, Mapping):
+        what = f"returned a {type(returned).__name__} and no dict"
+        raise _fault(quantizer, method, what, "return each statistic by its name, as {'amax': …}")
+    return returned or {}
 
 
 def _measured(quantizer: Quantizer, method: str, x: Tensor, by_name: Mapping[str, Tensor]) -> list[Tensor]:

@@ -80,7 +80,7 @@ class MakesItsSides(Right):
         return replace(self, fine=direction == "row")
 
 
-def measures(change: Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]]) -> dict[str, Any]:
+def measures(change: Callable[[dict[str, Tensor], Tensor], object]) -> dict[str, Any]:
     return {"measure": lambda self, x: change(Right.measure(self, x), x)}
 
 
@@ -94,6 +94,7 @@ QUANTIZERS: dict[str, dict[str, Any]] = {
     "NoStat": measures(lambda stats, x: {"max": x.amax()}),
     "DoubleStat": measures(lambda stats, x: {name: value.double() for name, value in stats.items()}),
     "FlatStat": measures(lambda stats, x: {name: value.squeeze(1) for name, value in stats.items()}),
+    "StatAlone": measures(lambda stats, x: stats["amax"]),
     "RecallsNothing": {"state": (StateBuffer("last"),), "recall": lambda self, state: dict(state)},
     "NoStats": {"stats": Quantizer.stats},
     "OneStat": {"stats": Right.stats[0]},
@@ -126,6 +127,7 @@ WRONG = [
         "ExtraStat.measure returned mean, which ExtraStat.stats does not declare. Remedy: declare it",
     ),
     ("NoStat", "Rows", "NoStat.measure returned no 'amax', which stats declares. Remedy: return a dict of all of them"),
+    ("StatAlone", "Rows", "StatAlone.measure returned a Tensor and no dict. Remedy: return each statistic by its name"),
     (
         "DoubleStat",
         "Rows",
