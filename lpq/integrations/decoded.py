@@ -17,16 +17,35 @@ METHOD = "lpq"
 
 
 def attach(model: nn.Module) -> nn.Module:
-    """Have ``model.save_pretrained`` write decoded values of weights that are stored quantized, and return the model.
+    """Have ``save_pretrained`` write decoded values of weights that are stored quantized, and return the model.
 
     ``LpqCallback`` does it, too.
 
     Args:
-        model: The model. Save a sharded one without this: what accelerate gathers is decoded already.
+        model: A model of transformers, or one that holds some, as sentence-transformers' do. Save a sharded one without
+            this: what accelerate gathers is decoded already.
     """
     check_model(model)
+    from transformers import PreTrainedModel
+
+    inside: list[Any] = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    for each in inside:
+        _attach_one(each)
+    if not inside and hasattr(model, "save_pretrained") and _stores(model):
+        raise TypeError(
+            f"attach is for models of transformers, and there is none in this {type(model).__name__}: write it by "
+            'lpq.export(model, path, layout="lpq", decode=True)'
+        )
+    return model
+
+
+def _stores(model: nn.Module) -> bool:
+    return any(isinstance(weight, QuantizedTensor) for weight in model.parameters())
+
+
+def _attach_one(model: Any) -> None:
     before = getattr(model, "hf_quantizer", None)
-    if hasattr(model, "save_pretrained") and any(isinstance(w, QuantizedTensor) for w in model.parameters()):
+    if _stores(model):
         if not (before is None or isinstance(before, Decoded)):
             raise ValueError(
                 f"{type(before).__name__} saves this model, of which lpq stores weights quantized, and transformers "
@@ -38,7 +57,6 @@ def attach(model: nn.Module) -> nn.Module:
         model.hf_quantizer = cls(cls)
     elif isinstance(before, Decoded):
         del model.hf_quantizer  # from before it was sharded
-    return model
 
 
 class Decoded:

@@ -15,6 +15,7 @@ import torch
 from llama import STEPS, TWO_STAGES, ReadsWeights, codes, converted, decoded, losses, trainer, transformers
 from support.comparing import equal_states
 from support.hugging_face import small
+from torch import nn
 
 import lpq
 from lpq.checkpoint import CheckpointError, CheckpointWarning
@@ -263,6 +264,21 @@ def test_stored_weights_are_saved_as_they_decode_once_that_is_asked(tmp_path: Pa
     assert all(hasattr(Decoded, name) for name in abstract_in_4)
     assert model.hf_quantizer.is_serializable(safe_serialization=True)
     assert model.hf_quantizer.get_state_dict_and_metadata(model, True)[0].keys() == model.state_dict().keys()
+
+
+def test_stored_weights_inside_of_other_models_are_saved_as_they_decode(tmp_path: Path) -> None:
+    """As sentence-transformers hold a model. What has a save_pretrained of another library is refused."""
+    model = converted("nvfp4", weights="quantized")
+    attach(nn.Sequential(model))
+    model.save_pretrained(tmp_path)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert equal_states(loaded.state_dict(), decoded(model))
+
+    other = lpq.convert(nn.Linear(32, 32), "nvfp4", weights="quantized")
+    assert attach(other) is other, "it has none"
+    other.save_pretrained = None  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=r"there is none in this Linear: write it by lpq\.export"):
+        attach(other)
 
 
 # ---------------------------------------------------------------------------------------------- the best model
