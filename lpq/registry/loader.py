@@ -174,9 +174,24 @@ def resolve(string: str) -> Any:
         right = "package.module:attribute" if colon or not (package and name) else f"{package}:{name}"
         raise ImportStringError(f"{string!r} is not an import string: write it as {right!r}")
     try:
-        return attrgetter(attribute)(import_module(module))
+        return attrgetter(attribute)(_by_torchs_defaults(module))
     except (Exception, SystemExit) as error:
         raise ImportStringError(f"{string!r} cannot be imported: {words(error)}{meant(error)}") from error
+
+
+def _by_torchs_defaults(module: str) -> Any:
+    """Import a module by torch's own defaults, whatever a program has set when it first uses a format: tables that the
+    module makes then have the numbers that they have elsewhere."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or module in sys.modules:
+        return import_module(module)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.inference_mode(False), torch.device("cpu"):
+            return import_module(module)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def load(source: PluginSource, manager: pluggy.PluginManager) -> PluginInfo:

@@ -372,6 +372,29 @@ def test_resolve() -> None:
             registry.resolve(text)
 
 
+@pytest.mark.parametrize("ending", ["", "raise OSError('no disk')"], ids=["imported", "not imported"])
+def test_tables_of_modules_are_made_by_torchs_defaults(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a program has set when it first uses a format, such as bf16 or the meta device; that stays set."""
+    (tmp_path / "late_table.py").write_text(f"import torch\nTABLE = torch.arange(4) / 3\n{ending}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("late_table", None)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.inference_mode(), torch.device("meta"):
+            if ending:
+                with pytest.raises(ImportError, match="no disk"):
+                    registry.resolve("late_table:TABLE")
+            else:
+                table = registry.resolve("late_table:TABLE")
+                assert (table.dtype, table.device.type, table.is_inference()) == (torch.float32, "cpu", False)
+            ones = torch.ones(1)
+            assert (ones.dtype, ones.device.type, ones.is_inference()) == (torch.bfloat16, "meta", True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_distribution_named_in_place_of_its_plugin(site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.install("log6-formats", "1.0", {"log6": "log6_plugin"}, {"log6_plugin": site.format("log6")})
     monkeypatch.setenv("LPQ_LOAD_PLUGINS", "log6-formats")

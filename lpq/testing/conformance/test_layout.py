@@ -56,13 +56,6 @@ def test_a_ragged_edge_is_padded_with_zeros(side: Quantizer) -> None:
             same(tensor, padded[name][tuple(map(slice, tensor.shape))], what)
 
 
-def test_storage_empty_matches(side: Quantizer) -> None:
-    """``Storage.empty`` has exactly the buffers that ``encode`` returns."""
-    for shape in ((0, 32), (1, 1), (5, 40), (64, 128)):
-        x = torch.empty(shape, dtype=torch.float16)
-        check_buffers(side, side.storage.empty(side, shape, x.dtype, x.device), x)
-
-
 @few
 @given(shape=st.tuples(st.integers(1, 70), st.integers(1, 140)))
 @example(shape=(1, 1))
