@@ -243,8 +243,9 @@ class MasterWeights(Wrapper):
         schedulers and others changed here since the last call, go there, and changes there come here."""
         for ours, theirs, last in zip(self.param_groups, self.optimizer.param_groups, self._shared, strict=True):
             for key in (ours.keys() | theirs.keys()) - {"params"}:
-                value, before = ours.get(key), last.get(key)  # a pickle has equal numbers, and not the same
-                if key in ours and (key not in theirs or (value is not before and value != before)):
+                value, before = ours.get(key), last.get(key)
+                changed = value is not before and (isinstance(value, Tensor) or value != before)  # pickles copy numbers
+                if key in ours and (key not in theirs or changed):
                     theirs[key] = ours[key]
                 else:
                     ours[key] = theirs[key]

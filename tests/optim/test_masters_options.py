@@ -103,6 +103,16 @@ def test_what_the_wrapped_optimizer_keeps_in_its_groups_stays_and_is_saved() -> 
     assert optimizer.param_groups[0]["k"] == 11
 
 
+def test_an_option_may_be_a_tensor_of_several_numbers() -> None:
+    model = _model()
+    optimizer = MasterWeights(AdamW(model.parameters(), lr=0.1))
+    for number in range(2):
+        optimizer.param_groups[0]["scales"] = torch.full((3,), float(number))
+        optimizer = pickle.loads(pickle.dumps(optimizer))
+        optimizer.step()
+        assert torch.equal(optimizer.optimizer.param_groups[0]["scales"], torch.full((3,), float(number)))
+
+
 def test_groups_that_are_added_later_share_theirs_too() -> None:
     model = _model()
     optimizer = MasterWeights(AdamW(list(model[0].parameters()), lr=0.1))  # type: ignore[index]
