@@ -97,13 +97,14 @@ def test_the_page_tells_the_gaps_of_each_seed() -> None:
         "fp8-delayed": "and by `fp8-delayed`",
         "mxfp8-fwd-nvfp4-bwd": "By `mxfp8-fwd-nvfp4-bwd` they",
         "nvfp4-late-switch": "by `nvfp4-late-switch`",
+        "nvfp4-eden": "by `nvfp4-eden`",
         "nvfp4": "and by `nvfp4`",
     }
     for title, words in told.items():
         first, second, third = (f"{gap:+.2f}" for gap in apart[title])
         assert re.search(rf"{words}(?: were)? {re.escape(f'{first}, {second} and {third}')} %", page), title
     # "too far apart … to show a gap", and "which shows a gap of each"
-    assert [shown[title].verdict for title in told] == ["nothing"] * 4 + ["worse"] * 3
+    assert [shown[title].verdict for title in told] == ["nothing"] * 4 + ["worse"] * 4
     # "The first seed had almost none by any of the four, the others had 0.3 to 0.7 % by each"
     for title in list(told)[:4]:
         first, *others = apart[title]
@@ -121,6 +122,7 @@ def test_the_page_tells_the_gaps_of_each_seed() -> None:
     for title, words in {
         "nvfp4-late-switch": "and so closed {}, {} and {} % of the gap",
         "mxfp8-fwd-nvfp4-bwd": "the shares were {}, {} and {} %",
+        "nvfp4-eden": "With `nvfp4-eden` they were {}, {} and {} %",
     }.items():
         closed = [1 - own / never for own, never in zip(apart[title], apart["nvfp4"], strict=True)]
         assert words.format(*(f"{100 * share:.0f}" for share in closed)) in page
