@@ -47,7 +47,7 @@ def measured_again_by(quantizer: Quantizer, x: Tensor, first: Mapping[str, Tenso
 
 def _by_name(quantizer: Quantizer, method: str, returned: object) -> Mapping[str, Tensor]:
     """The statistics that a method returned; None stands for none."""
-    if returned is not None and not isinstance(returned, Mapping):
+    if returned is not None and not isinstance(returned, dict | Mapping):  # a dict is known without a call
         what = f"returned a {type(returned).__name__} and no dict"
         raise _fault(quantizer, method, what, "return each statistic by its name, as {'amax': …}")
     return returned or {}
