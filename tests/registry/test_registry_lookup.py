@@ -372,18 +372,18 @@ def test_resolve() -> None:
             registry.resolve(text)
 
 
-@pytest.mark.parametrize("ending", ["", "raise OSError('no disk')"], ids=["imported", "not imported"])
-def test_tables_of_modules_are_made_by_torchs_defaults(
-    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("ending", ["", "raise OSError('no disk')", "plugin"], ids=["imported", "not", "by its hooks"])
+def test_tables_of_modules_are_made_by_torchs_defaults(site, ending: str) -> None:
     """Whatever a program has set when it first uses a format, such as bf16 or the meta device; that stays set."""
-    (tmp_path / "late_table.py").write_text(f"import torch\nTABLE = torch.arange(4) / 3\n{ending}\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    sys.modules.pop("late_table", None)
+    hooks = ending == "plugin"  # its own module may have the table, or import what has it
+    source = f"import torch\nTABLE = torch.arange(4) / 3\n{site.format('late') if hooks else ending}\n"
+    site.install("late", "1", {"late": "late_table"} if hooks else {}, {"late_table": source})
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.inference_mode(), torch.device("meta"):
-            if ending:
+            if hooks:
+                assert "late" in registry.formats()
+            if ending and not hooks:
                 with pytest.raises(ImportError, match="no disk"):
                     registry.resolve("late_table:TABLE")
             else:
