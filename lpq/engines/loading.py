@@ -26,7 +26,7 @@ from lpq.engines.reading import Files, Quantized
 from lpq.files.disk import place
 from lpq.formats import Storage
 from lpq.nn import Layer, convert
-from lpq.nn.expert_stacks import ExpertStack, Names, expert_stacks, names_in_files
+from lpq.nn.expert_stacks import ExpertStack, Names, names_in_files, stacks_in_files
 from lpq.nn.names import plain_name
 from lpq.nn.sharded_weights import Weights, check_replaced
 from lpq.nn.stateful_layer import StatefulLayer
@@ -67,7 +67,7 @@ def load_quantized(
     path = place(path)
     with CheckpointRanks(alone=True).error_context(f"{path} cannot be loaded"):
         files, view = Files(path), Model(model)
-        there = {stack.name for stack in expert_stacks(view.module)} | files.tensors.keys()
+        there = {stack.name for stack in stacks_in_files(view.module) if stack.patterns} | files.tensors.keys()
         there |= {f"{name.rpartition('.')[0]}.weight" for name in files.tensors}  # of codes that are called otherwise
         if absent := [name for name in view.tensors() if name not in there]:
             files.rename(names_in_files(view.module, absent))

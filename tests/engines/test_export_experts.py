@@ -230,6 +230,17 @@ def test_fused_experts_are_imported_bit_for_bit(name: str, recipe: str, tmp_path
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_stack_that_files_have_in_one_tensor_of_another_name_is_read(tmp_path: Path) -> None:
+    model = lpq.convert(fused("GraniteMoe"), policy("mxfp8"))
+    lpq.export(model, tmp_path / "x", layout=LAYOUT)
+    key = "model.layers.0.block_sparse_moe.experts.gate_up_proj"
+    assert key not in tensors(tmp_path / "x")
+    other = fused("GraniteMoe", seed=1)
+    assert not torch.equal(other.get_parameter(key), model.get_parameter(key))
+    assert torch.equal(lpq.load_quantized(other, tmp_path / "x").get_parameter(key), model.get_parameter(key))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_what_others_set_on_a_stack_stays(tmp_path: Path) -> None:
     """Where the stack is stored as the files have it, and where it is cast afterwards."""
     key, seen = "model.layers.0.mlp.experts.gate_up_proj", []
