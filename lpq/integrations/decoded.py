@@ -28,14 +28,9 @@ def attach(model: nn.Module) -> nn.Module:
     check_model(model)
     from transformers import PreTrainedModel
 
-    inside: list[Any] = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    for each in inside:
-        _attach_one(each)
-    if not inside and hasattr(model, "save_pretrained") and _stores(model):
-        raise TypeError(
-            f"attach is for models of transformers, and there is none in this {type(model).__name__}: write it by "
-            'lpq.export(model, path, layout="lpq", decode=True)'
-        )
+    for each in model.modules():
+        if isinstance(each, PreTrainedModel):
+            _attach_one(each)
     return model
 
 

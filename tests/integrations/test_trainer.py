@@ -267,18 +267,22 @@ def test_stored_weights_are_saved_as_they_decode_once_that_is_asked(tmp_path: Pa
 
 
 def test_stored_weights_inside_of_other_models_are_saved_as_they_decode(tmp_path: Path) -> None:
-    """As sentence-transformers hold a model. What has a save_pretrained of another library is refused."""
+    """As sentence-transformers hold a model."""
     model = converted("nvfp4", weights="quantized")
     attach(nn.Sequential(model))
     model.save_pretrained(tmp_path)
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     assert equal_states(loaded.state_dict(), decoded(model))
 
-    other = lpq.convert(nn.Linear(32, 32), "nvfp4", weights="quantized")
-    assert attach(other) is other, "it has none"
-    other.save_pretrained = None  # type: ignore[assignment]
-    with pytest.raises(TypeError, match=r"there is none in this Linear: write it by lpq\.export"):
-        attach(other)
+
+def test_adapters_over_stored_weights_of_a_model_of_no_library_are_trained_and_saved(tmp_path: Path) -> None:
+    """PEFT's model has a save_pretrained, which writes adapters alone."""
+    peft: Any = pytest.importorskip("peft", reason="needs peft, which `make install` brings")
+    base = lpq.convert(nn.Sequential(nn.Linear(32, 32)), "nvfp4", weights="quantized")
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["0"]))
+    LpqCallback().on_train_begin(None, transformers.TrainerState(max_steps=2), None, model)
+    model.save_pretrained(tmp_path)
+    assert all(".lora_" in name for name in safetensors.load_file(tmp_path / "adapter_model.safetensors"))
 
 
 # ---------------------------------------------------------------------------------------------- the best model
