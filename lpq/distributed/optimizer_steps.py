@@ -67,7 +67,7 @@ class Steps:
         self._last, self._adding = -1, Lock()
         self._looks: dict[int, _Look] = {}
         """The optimizers, by their ``id``. The dead are removed when another one is looked at."""
-        self._parts = weakref.WeakValueDictionary[int, Optimizer]()
+        self._parts: dict[int, weakref.ref[Optimizer]] = {}
         """Optimizers, by their ``id``, whose steps are at present parts of another one's, or were when that raised."""
         register_optimizer_step_pre_hook(torch.compiler.disable(self._before))  # type: ignore[no-untyped-call]
         register_optimizer_step_post_hook(torch.compiler.disable(self._after))  # type: ignore[no-untyped-call]
@@ -108,8 +108,8 @@ class Steps:
 
     def _before(self, optimizer: Optimizer, *_: object) -> None:
         if (own := _of_this_rank(optimizer)) is not None:
-            self._parts[id(own)] = own
-        if id(optimizer) in self._parts:
+            self._parts[id(own)] = weakref.ref(own)
+        if weakref.ref(optimizer) in [*self._parts.values()]:
             return
         look = self._look(optimizer)
         look.is_done = False  # a step that raised may have left it
@@ -120,7 +120,7 @@ class Steps:
         if (own := _of_this_rank(optimizer)) is not None:
             self._parts.pop(id(own), None)
         look = self._last_look(optimizer)
-        if look is None or not look.concerned or id(optimizer) in self._parts:
+        if look is None or not look.concerned or weakref.ref(optimizer) in [*self._parts.values()]:
             return
         if not look.is_done:
             self.reductions(optimizer).run()
@@ -139,7 +139,7 @@ class Steps:
     @contextmanager
     def part(self, optimizer: Optimizer) -> Iterator[None]:
         """Make the step of this optimizer a part of another optimizer's step, for which alone watchers are called."""
-        self._parts[id(optimizer)] = optimizer
+        self._parts[id(optimizer)] = weakref.ref(optimizer)
         try:
             yield
         finally:
