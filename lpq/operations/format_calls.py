@@ -48,8 +48,7 @@ def measured_again_by(quantizer: Quantizer, x: Tensor, first: Mapping[str, Tenso
 def _by_name(quantizer: Quantizer, method: str, returned: object) -> Mapping[str, Tensor]:
     """The statistics that a method returned; None stands for none."""
     if returned is not None and not isinstance(returned, dict | Mapping):  # a dict is known without a call
-        what = f"returned a {type(returned).__name__} and no dict"
-        raise _fault(quantizer, method, what, "return each statistic by its name, as {'amax': …}")
+        raise lacking(quantizer, method, returned)
     return returned or {}
 
 
@@ -59,7 +58,7 @@ def _measured(quantizer: Quantizer, method: str, x: Tensor, by_name: Mapping[str
     try:
         measured = [by_name[stat.name] for stat in quantizer.stats]
     except KeyError as error:
-        raise lacking(quantizer, method, error) from None
+        raise lacking(quantizer, method, by_name, error.args[0]) from None
     if _is_unchecked(quantizer, method, x):
         of, fault = unfit_stats(quantizer, method, by_name, x)
         _check(quantizer, of, x, fault)
@@ -221,10 +220,11 @@ def _storage_call(quantizer: Quantizer) -> str:
     return f"return {quantizer.storage.__name__}({', '.join(f'{name}=…' for name in quantizer.names)})"
 
 
-def lacking(quantizer: Quantizer, method: str, error: KeyError) -> PluginError:
-    """The error for a statistic that a method of a format did not return."""
-    remedy = "return a dict of all of them"
-    return _fault(quantizer, method, f"returned no {error.args[0]!r}, which stats declares", remedy)
+def lacking(quantizer: Quantizer, method: str, returned: object, name: str = "") -> PluginError:
+    """The error for what a method of a format returned in place of a dict of all statistics."""
+    no_dict = not isinstance(returned, Mapping)
+    what = f"a {type(returned).__name__} and no dict" if no_dict else f"no {name!r}, which stats declares"
+    return _fault(quantizer, method, f"returned {what}", "return a dict of all of them, as {'amax': …}")
 
 
 def _fault(quantizer: Quantizer, method: str, what: str, remedy: str) -> PluginError:

@@ -63,8 +63,8 @@ def bind_recall(
             by_name = recalled_by({own: state[name] for own, name in names})
             try:
                 own_stats = [by_name[name] for name in stat_names]
-            except KeyError as error:
-                raise lacking(branch, "recall", error) from None
+            except (KeyError, IndexError, TypeError) as error:  # as a tensor, or None, in place of a dict
+                raise lacking(branch, "recall", by_name, error.args[0]) from None
             stats += [None if stat is None else stat.contiguous() for stat in own_stats]
         return stats if run is None else run(x, stats, seed)
 

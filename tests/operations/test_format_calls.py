@@ -96,6 +96,8 @@ QUANTIZERS: dict[str, dict[str, Any]] = {
     "FlatStat": measures(lambda stats, x: {name: value.squeeze(1) for name, value in stats.items()}),
     "StatAlone": measures(lambda stats, x: stats["amax"]),
     "RecallsNothing": {"state": (StateBuffer("last"),), "recall": lambda self, state: dict(state)},
+    "RecallsOne": {"state": (StateBuffer("last"),), "recall": lambda self, state: state["last"]},
+    "RecallsNone": {"state": (StateBuffer("last"),), "recall": lambda self, state: None},
     "NoStats": {"stats": Quantizer.stats},
     "OneStat": {"stats": Right.stats[0]},
 }
@@ -127,7 +129,7 @@ WRONG = [
         "ExtraStat.measure returned mean, which ExtraStat.stats does not declare. Remedy: declare it",
     ),
     ("NoStat", "Rows", "NoStat.measure returned no 'amax', which stats declares. Remedy: return a dict of all of them"),
-    ("StatAlone", "Rows", "StatAlone.measure returned a Tensor and no dict. Remedy: return each statistic by its name"),
+    ("StatAlone", "Rows", "StatAlone.measure returned a Tensor and no dict. Remedy: return a dict of all of them, as"),
     (
         "DoubleStat",
         "Rows",
@@ -137,6 +139,8 @@ WRONG = [
     ("Right", "DecodesToBf16", "DecodesToBf16.decode returned torch.bfloat16; a decoded matrix is torch.float32"),
     ("Right", "DecodesTheTranspose", "DecodesTheTranspose.decode returned [40, 16] for a matrix [16, 40]. Remedy: cut"),
     ("RecallsNothing", "Rows", "RecallsNothing.recall returned no 'amax', which stats declares"),
+    ("RecallsOne", "Rows", "RecallsOne.recall returned a Tensor and no dict. Remedy: return a dict of all of them, as"),
+    ("RecallsNone", "Rows", "RecallsNone.recall returned a NoneType and no dict"),
     (
         "NoStats",
         "Rows",
