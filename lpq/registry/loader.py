@@ -174,16 +174,16 @@ def resolve(string: str) -> Any:
         right = "package.module:attribute" if colon or not (package and name) else f"{package}:{name}"
         raise ImportStringError(f"{string!r} is not an import string: write it as {right!r}")
     try:
-        return attrgetter(attribute)(sys.modules.get(module) or _by_torchs_defaults(lambda: import_module(module)))
+        return attrgetter(attribute)(_by_torchs_defaults(module, lambda: import_module(module)))
     except (Exception, SystemExit) as error:
         raise ImportStringError(f"{string!r} cannot be imported: {words(error)}{meant(error)}") from error
 
 
-def _by_torchs_defaults(load: Callable[[], Any]) -> Any:
-    """Import by torch's own defaults, whatever a program has set when it first uses a format: tables that a module
-    makes then have the numbers that they have elsewhere."""
+def _by_torchs_defaults(module: str, load: Callable[[], Any]) -> Any:
+    """Import a module by torch's own defaults, whatever a program has set when it first uses a format: tables that the
+    module makes then have the numbers that they have elsewhere."""
     torch: Any = sys.modules.get("torch")
-    if torch is None:
+    if torch is None or module in sys.modules:  # where another thread imports it, Python waits for that
         return load()
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
@@ -197,7 +197,7 @@ def _by_torchs_defaults(load: Callable[[], Any]) -> Any:
 def load(source: PluginSource, manager: pluggy.PluginManager) -> PluginInfo:
     """Import a plugin, register its hooks, read its specs; or raise ``PluginError``, with no hook left."""
     try:
-        plugin = _by_torchs_defaults(source.load)
+        plugin = _by_torchs_defaults(source.module, source.load)
     except (Exception, SystemExit) as error:
         raise source.import_error(source.module, error) from error
     try:

@@ -370,3 +370,19 @@ def test_a_recipe_that_names_an_unknown_format_can_be_listed(site) -> None:
     with pytest.raises(UnknownFormat, match="'nothing'"):
         registry.quantizer(text)
     assert registry.quantizer("base") is not None
+
+
+def test_a_module_that_another_thread_imports_is_waited_for(site) -> None:
+    source = """
+        import threading, time
+        from lpq import registry
+        found = []
+        thread = threading.Thread(target=lambda: found.append(registry.resolve("late_module:TABLE")))
+        thread.start()
+        time.sleep(0.1)
+        TABLE = 1
+    """
+    site.install("late", "1", {}, {"late_module": source})
+    assert registry.resolve("late_module:TABLE") == 1
+    registry.resolve("late_module:thread").join()
+    assert registry.resolve("late_module:found") == [1]
