@@ -180,8 +180,7 @@ def resolve(string: str) -> Any:
 
 
 def _by_torchs_defaults(module: str, load: Callable[[], Any]) -> Any:
-    """Import a module by torch's own defaults, whatever a program has set when it first uses a format: tables that the
-    module makes then have the numbers that they have elsewhere."""
+    """Import a module by torch's own defaults, whatever a program set, so that tables in it have the same numbers."""
     torch: Any = sys.modules.get("torch")
     if torch is None or module in sys.modules:  # where another thread imports it, Python waits for that
         return load()
@@ -191,7 +190,8 @@ def _by_torchs_defaults(module: str, load: Callable[[], Any]) -> Any:
         with torch.inference_mode(False), torch.device("cpu"):
             return load()
     finally:
-        torch.set_default_dtype(before)
+        if before != torch.float32:  # else it may be another thread's, which imports, too
+            torch.set_default_dtype(before)
 
 
 def load(source: PluginSource, manager: pluggy.PluginManager) -> PluginInfo:

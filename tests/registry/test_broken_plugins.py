@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from lpq import registry
 from lpq.registry.errors import LpqError, PluginError, UnknownFormat
@@ -386,3 +387,28 @@ def test_a_module_that_another_thread_imports_is_waited_for(site) -> None:
     assert registry.resolve("late_module:TABLE") == 1
     registry.resolve("late_module:thread").join()
     assert registry.resolve("late_module:found") == [1]
+
+
+def test_two_threads_that_import_leave_the_default_dtype_of_the_program(site) -> None:
+    outer = """
+        import threading
+        from lpq import registry
+        begun, done = threading.Event(), threading.Event()
+        thread = threading.Thread(target=registry.resolve, args=("late_inner:X",))
+        thread.start()
+        begun.wait(9)
+    """
+    inner = """
+        from sys import modules
+        modules["late_outer"].begun.set()
+        modules["late_outer"].done.wait(9)
+        X = 1
+    """
+    site.install("late", "1", {}, {"late_outer": outer, "late_inner": inner})
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        registry.resolve("late_outer:done").set()
+        registry.resolve("late_outer:thread").join()
+        assert torch.get_default_dtype() is torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
