@@ -292,6 +292,6 @@ def sum_rows(x: Tensor, offs: Tensor) -> Tensor:
     row = torch.arange(len(x), device=offs.device)
     begins = torch.cat([offs.new_zeros(1), offs[:-1]])
     member = ((row >= begins[:, None]) & (row < offs[:, None])).to(x.dtype)
-    finite = x.isfinite()
-    broken = member @ finite.logical_not().to(x.dtype)  # a product of what is not finite would reach every group
-    return torch.where(broken > 0, torch.nan, member @ torch.where(finite, x, x.new_zeros(())))
+    finite = x.nan_to_num(0.0, 0.0, 0.0)
+    broken = member @ (x != finite).to(x.dtype)  # a product of what is not finite would reach every group
+    return torch.where(broken > 0, torch.nan, member @ finite)
