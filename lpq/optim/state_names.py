@@ -83,7 +83,9 @@ def _stepped(
         for name, value in vars(optimizer).items()
         if _is_constant(value) and not name.startswith("_optimizer_") and not callable(getattr(kind, name, None))
     }  # without hooks, and without a step that a scheduler put there
-    trial.__setstate__({**own, **optimizer.__getstate__(), "defaults": {**optimizer.defaults}})  # torch adds defaults
+    groups = [{**one} for one in optimizer.param_groups]
+    copies = {"defaults": {**optimizer.defaults}, "param_groups": groups, "state": {}}
+    trial.__setstate__({**own, **optimizer.__getstate__(), **copies})  # torch writes to all three
     options = {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
     options |= {key: value for key, value in PLAIN.items() if key in group}
     trial.state, found = defaultdict(dict), []

@@ -33,6 +33,7 @@ CASES: dict[str, tuple[Make, dict[str, str]]] = {
     "fused": (partial(AdamW, lr=1e-2, fused=True), {**ADAM, "exp_avg": "nvfp4"}),
     "adam": (partial(Adam, lr=1e-2), ADAM),
     "amsgrad": (partial(AdamW, lr=1e-2, amsgrad=True, maximize=True), {**ADAM, "max_exp_avg_sq": SECOND}),
+    "coupled": (lambda params: AdamW([{"params": params, "decoupled_weight_decay": False}], weight_decay=0.5), ADAM),
     "adafactor": (partial(Adafactor, lr=1e-2), {"row_var": SECOND, "col_var": SECOND}),
     "muon": (partial(Muon, lr=1e-2), {"momentum_buffer": FIRST}),
     "sgd": (partial(SGD, lr=1e-2, momentum=0.9), {"momentum_buffer": "fp8"}),
