@@ -99,10 +99,9 @@ class QuantizedStates(Wrapper):
             super().__init__([dict(group) for group in groups], optimizer.defaults)
         finally:
             optimizer.param_groups, optimizer.state = groups, state
-        for p in self._params():
-            for form in self.forms.values():
-                if form.like and self._why_stays(form, p) is None:
-                    _check_placed(form.quantizer, p)
+        params = self._params()
+        self._check_placed(params)
+        for p in params:
             self._settle(p)
 
     @property
@@ -124,11 +123,19 @@ class QuantizedStates(Wrapper):
         self.optimizer.state = state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, as the wrapped optimizer would."""
-        if "forms" in self.__dict__ and self.__dict__.get("defaults") is self.optimizer.defaults:
-            self.optimizer.add_param_group(param_group)
-        else:
+        """Add parameters, as the wrapped optimizer would, if the formats serve by the options of this group, too."""
+        if "forms" not in self.__dict__ or self.__dict__.get("defaults") is not self.optimizer.defaults:
             super().add_param_group(param_group)
+            return
+        before = len(self.param_groups)
+        self.optimizer.add_param_group(param_group)
+        try:
+            forms = _forms(self.optimizer, {name: form.quantizer for name, form in self.forms.items()})
+            self._check_placed([p for group in self.param_groups[before:] for p in group["params"]])
+        except Exception:
+            del self.param_groups[before:]
+            raise
+        self.forms = forms
 
     # ------------------------------------------------------------------------------ steps
 
@@ -187,6 +194,12 @@ class QuantizedStates(Wrapper):
         state["step"] += 1
         touched(p)
         return True
+
+    def _check_placed(self, params: list[Tensor]) -> None:
+        for p in params:
+            for form in self.forms.values():
+                if form.like and self._why_stays(form, p) is None:
+                    _check_placed(form.quantizer, p)
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]

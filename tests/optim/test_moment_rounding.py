@@ -190,3 +190,14 @@ def test_a_first_moment_of_mxfp8_stays_up_to_the_factor_of_the_page_too_large() 
             p.grad = (root / times).index_fill(1, torch.tensor(0), largest)
             optimizer.step()
         assert torch.equal(optimizer.state[p]["exp_avg"].dequantize(), root) is stays
+
+
+def test_a_group_that_is_added_is_tried_as_the_first_ones() -> None:
+    first, second = ({"params": [nn.Parameter(torch.zeros(64, 64))], "betas": (0.9, beta)} for beta in (0.1, 0.999))
+    optimizer = QuantizedStates(AdamW([first]), exp_avg_sq="mxfp8")
+    with pytest.raises(OptionError, match=r"what falls by a factor of 0\.9995 in a step would never fall in it"):
+        optimizer.add_param_group(second)
+    assert len(optimizer.param_groups) == len(optimizer.optimizer.param_groups) == 1
+    optimizer.add_param_group(second | {"betas": (0.9, 0.2)})
+    assert optimizer.param_groups is optimizer.optimizer.param_groups
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.9, 0.1), (0.9, 0.2)]
