@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -38,12 +38,18 @@ class MeanSplitQuantizer(Quantizer):
     rest: Quantizer
     over: Literal["rows", "columns"] = "rows"
     """The dimension of the tokens in a row operand; in a column operand it is always the columns."""
-    known_failures: ClassVar[dict[str, str]] = {
-        "test_what_it_represents_stays": "the mean of a decoded matrix may be another",
-        "test_zeros_stay_zeros": "a zero is the mean below the mean, and that is rounded",
-        "test_ties_go_either_way": "values lie beside a mean that each of them moves",
-        **dict.fromkeys(OVERFLOW, "a value that is small beside the mean may change its sign"),
-    }
+
+    @property
+    def known_failures(self) -> dict[str, str]:
+        failures = {
+            "test_what_it_represents_stays": "the mean of a decoded matrix may be another",
+            "test_zeros_stay_zeros": "a zero is the mean below the mean, and that is rounded",
+            "test_ties_go_either_way": "values lie beside a mean that each of them moves",
+            **dict.fromkeys(OVERFLOW, "a value that is small beside the mean may change its sign"),
+        }
+        if self.over == "columns":
+            failures["test_no_value_is_lost_beside_a_neighbour"] = "a small value is the mean of its line below that"
+        return failures
 
     @classmethod
     def from_options(cls, **options: Any) -> Self:
