@@ -52,8 +52,9 @@ class Numbers(NamedTuple):
 
 def is_plain(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
     """Whether an optimizer steps a group as this file does."""
-    others = any(group[name] for name in ("amsgrad", "capturable", "differentiable"))
-    return type(optimizer) is AdamW and not others and group.get("decoupled_weight_decay", True)
+    if type(optimizer) is not AdamW or any(group[name] for name in ("amsgrad", "capturable", "differentiable")):
+        return False
+    return bool(group.get("decoupled_weight_decay", True))
 
 
 def step_reference(p: Tensor, gradient: Tensor, m: Tensor, root: Tensor, n: Numbers) -> tuple[Tensor, Tensor, Tensor]:
