@@ -280,7 +280,7 @@ def test_a_model_that_is_spread_over_devices_is_refused(plain: Path, tmp_path: P
 
 
 def test_transformers_4_is_refused_since_it_does_not_tell_which_files_it_loads(plain: Path) -> None:
-    """What layers remembered would be lost without a word."""
+    """It would load a model without what its layers remembered."""
     quantizer = LpqQuantizer(LpqConfig("fp8-delayed"))
     with pytest.raises(ImportError, match=rf"LpqConfig needs transformers 5: {re.escape(transformers.__version__)} "):
         quantizer.preprocess_model(model=load(plain), device_map=None, use_kernels=False)

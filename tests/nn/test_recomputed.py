@@ -63,7 +63,7 @@ def test_the_older_way_to_checkpoint_is_refused_for_layers_that_remember() -> No
 
 @pytest.mark.parametrize("inner", [offloaded, recomputed])
 def test_it_is_refused_under_hooks_for_saved_tensors_as_well(inner: Any) -> None:
-    """They were taken for those of checkpointing that compares states: of two runs, one had moved states."""
+    """Runs under such hooks were taken for runs of checkpointing that compares states: one of two had moved states."""
     module = layer()
     first, second = (reentrant(partial(inner, module), x).sum() for x in inputs(2))
     with pytest.raises(RuntimeError, match=r"Linear\(32, 32\): .* use_reentrant=True"):

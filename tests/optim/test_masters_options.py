@@ -68,7 +68,7 @@ def test_a_state_from_before_the_scheduler_loads_and_the_schedule_goes_on() -> N
 
 @pytest.mark.parametrize("way", ["state", "pickle", "deepcopy"])
 def test_a_scheduler_of_the_wrapped_optimizer_goes_on_as_it_was(way: str) -> None:
-    """What it changed after the last step was not saved, and what it changed before the next one was undone."""
+    """A rate that the scheduler set after the last step was not saved, and one from before the next step was undone."""
     model = _model()
     optimizer = MasterWeights(AdamW(model.parameters(), lr=1.0))
     _train(model, optimizer, StepLR(optimizer.optimizer, 1, gamma=0.5))

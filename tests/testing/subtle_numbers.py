@@ -19,7 +19,7 @@ from lpq.formats.elements import E4M3, cast_e8m0, cast_float8, decode_e8m0, inve
 
 @found_by(PARTS, "256 rows from 0 on, of the 257 of a row operand *: statistic 'amax' * whatever the size*differ")
 class ScalesColumnsOfSquares(Int8):
-    """Of a large square it takes the amaxes of columns for amaxes of rows."""
+    """Takes the amaxes of the columns of a large square for amaxes of its rows."""
 
     def measure(self, x: Tensor) -> dict[str, Tensor]:
         rows, cols = x.shape
