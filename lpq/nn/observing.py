@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lpq.distributed.part_gathers import gather_rows
 from lpq.distributed.shard import plain
 from lpq.formats import Quantizer
+from lpq.kernels.host_to_device import captured
 from lpq.nn.eagerly import run_eagerly
 from lpq.nn.parallel_step import SharedOut
 from lpq.nn.stateful_layer import StatefulLayer
@@ -97,7 +98,7 @@ class Watch(NamedTuple):
         ends: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
         """Tell all observers of a tensor; ``ends``: where the groups of its rows end, if it has some."""
-        if is_recorded(tensor):
+        if captured(tensor.device):
             raise RuntimeError(
                 f"{self.title}: a CUDA graph is recorded while an observer is told of its passes, and would run the "
                 "observer never again: record it outside of observing(…), and observe passes that no graph replays"
@@ -116,11 +117,6 @@ class Watch(NamedTuple):
         )  # fmt: skip
         for observer in self.observers:
             observer.observe(observation)
-
-
-def is_recorded(x: Tensor) -> bool:
-    """Whether a CUDA graph is recorded."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def watch(layer: Any, stack: str = "", first: int = 0) -> Watch:

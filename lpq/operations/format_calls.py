@@ -17,6 +17,7 @@ from lpq import registry
 from lpq.formats.format import Quantizer, Storage
 from lpq.formats.layout import Covering
 from lpq.formats.random_bits import RandomBits
+from lpq.kernels.host_to_device import captured
 from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
 from lpq.registry import PluginError
 
@@ -172,7 +173,7 @@ def unfit_stats(
             declaration = _declared(stat, stat.dtype, shape)
             remedy = AS_DECLARED + (OF_COUNTS if stat.reduce == "sum" else "")
             return of, (f"returned {stat.name} {fault}; {name}.stats declares {declaration}", remedy)
-        if _can_be_read(x) and bool((by_name[stat.name] < 0).any()):
+        if can_bypass_dispatcher(x) and not captured(x.device) and bool((by_name[stat.name] < 0).any()):
             cause = f"returned {stat.name} below 0, and ranks combine the bits of statistics, which order so from 0 on"
             return of, (cause, "for a least value measure the largest of -x, at least 0")
     return method, None
@@ -187,11 +188,6 @@ def unfit_matrix(operand: Storage, values: Tensor) -> Fault | None:
     if values.dtype != torch.float32:
         return f"returned {values.dtype}; a decoded matrix is torch.float32", "return the matrix in fp32"
     return None
-
-
-def _can_be_read(x: Tensor) -> bool:
-    """Whether the host may read values: nothing watches, and no graph of a GPU is recorded."""
-    return can_bypass_dispatcher(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _unfit(tensor: object, declared: Covering, dtype: torch.dtype, shape: Shape, x: Tensor) -> str:

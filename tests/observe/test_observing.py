@@ -475,7 +475,7 @@ def test_an_export_is_refused(strict: bool) -> None:
 
 def test_a_graph_that_is_recorded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: a CPU records none."""
-    monkeypatch.setattr("lpq.nn.observing.is_recorded", lambda x: True)
+    monkeypatch.setattr("lpq.nn.observing.captured", lambda x: True)
     net = model()
     with observing(net, Names()), pytest.raises(RuntimeError, match=r"layer 0, .*: a CUDA graph is recorded"):
         net(batch())
