@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,10 @@ class Files:
             facts = self._described(in_file or layer) or self._described(layer)
             if facts is None:
                 continue
-            parts = tuple(_as_named(part, own) for part in parts_of(*facts))
+            parts = tuple(  # by the names that they have in the files
+                replace(part, name=next((name for name in (part.name, *part.others) if name in own), part.name))
+                for part in parts_of(*facts)
+            )
             here = [
                 p.name
                 for p in parts  # a weight in high precision has the name of one that is quantized
@@ -145,11 +148,6 @@ class Files:
             check_value(name, part, value)
             tensors.append(value)
         return tensors
-
-
-def _as_named(part: Part, there: Container[str]) -> Part:
-    """The part by the name that it has in the files."""
-    return replace(part, name=next((name for name in (part.name, *part.others) if name in there), part.name))
 
 
 def _file_names(path: Path) -> list[str]:

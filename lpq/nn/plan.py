@@ -104,16 +104,14 @@ class Plan:
         fast_sums = (fast[0] is not False, fast[1] is True, fast[2] is True)
         states, row, col = memories(recipe), recipe.x.side("row"), recipe.x.side("col")
         draws = rounds_stochastically(recipe.x)
-        sides = recipe.dy.side("row"), recipe.dy.side("col")
-        dearer = any(of[1:]) and any(stat.of_all for side in sides for stat in side.stats)
+        dearer = any(of[1:]) and any(stat.of_all for side in DIRECTIONS for stat in recipe.dy.side(side).stats)
         own = draws or any(memory.tensor == "x" and memory.moves for memory in states)
         shares, keeps = not own and not (row.plain and col.plain), (recipe.save_x == "input", recipe.save_w == "weight")
         remembered = tuple(dict.fromkeys(memory.tensor for memory in states))
         moving = tuple(dict.fromkeys(memory.tensor for memory in states if memory.moves))
         bases = [tensor.side(direction).basis for tensor in tensors for direction in DIRECTIONS]
         turns = any(basis is not None and basis.drawn is not None for basis in bases)
-        named = zip(TENSORS, tensors, strict=True)
-        fresh = tuple(tensor for tensor, quantizer in named if measures_fresh(quantizer))
+        fresh = tuple(tensor for tensor in TENSORS if measures_fresh(getattr(recipe, tensor)))
         return cls(
             recipe.text, *tensors, fast_sums, stochastic, draws, turns, dearer, states, remembered, moving, fresh,
             shares, *keeps, made_at_use(recipe.w), *of,

@@ -21,8 +21,4 @@ def as_matrix(x: Tensor) -> Tensor:
     """View a tensor as a matrix: all leading dimensions are rows, and a vector is one row."""
     if x.dim() == 2:
         return x
-    cols = x.shape[-1] if x.dim() else 1
-    rows = 1
-    for size in x.shape[:-1]:
-        rows *= size
-    return x.reshape(rows, cols)
+    return x.flatten(0, -2) if x.dim() > 2 else x.reshape(1, -1)
