@@ -134,10 +134,9 @@ class MasterWeights(Wrapper):
         state = self.optimizer.state.pop(weight, None)
         with torch.no_grad():
             without_memory = torch.full((), torch.nan, dtype=torch.float32, device=stored.device).expand(stored.shape)
-            value = _decoded(stored) if self.keep else without_memory
-        copy = value
+            copy = _decoded(stored) if self.keep else without_memory
         if isinstance(weight, DTensor):  # it is sharded as its weight is
-            copy = dtensor_over(value, weight.device_mesh, weight.placements, tuple(weight.shape))
+            copy = dtensor_over(copy, weight.device_mesh, weight.placements, tuple(weight.shape))
         self._copies[weight] = copy
         self.seen(weight)
         layer = stored.owner() if stored.owner is not None else None
@@ -274,12 +273,18 @@ class MasterWeights(Wrapper):
         self._due.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, as the wrapped optimizer would."""
+        """Add parameters, as the wrapped optimizer would; none if it refuses them."""
         super().add_param_group(param_group)
-        if hasattr(self, "optimizer"):
-            group = self.param_groups[-1]
-            self._shared.append(dict(group))
+        if not hasattr(self, "optimizer"):
+            return
+        group, copies = self.param_groups[-1], self._copies.copy()
+        try:
             self.optimizer.add_param_group({**group, "params": [self._copy_of(p) for p in group["params"]]})
+        except Exception:
+            self.param_groups.pop()
+            self._copies, self._rounded = copies, self._rounded & copies.keys()
+            raise
+        self._shared.append(dict(group))
 
     # ------------------------------------------------------------------------------ copying, saving and loading
 

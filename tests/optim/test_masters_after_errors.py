@@ -198,3 +198,38 @@ def test_gradients_may_be_emptied_before_the_step_has_ended(ways: dict[str, bool
     optimizer.step()
     assert _same(_bytes([weight]), before) == [False]
     assert _same(_bytes([weight]), _of_masters(optimizer)) == [True]
+
+
+class Refusing(SGD):
+    """Refuses groups that are added."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "refuses"):
+            raise Mishap
+        super().add_param_group(param_group)
+
+
+@pytest.mark.parametrize("refuses", ["wrapped", "twice"])
+def test_a_group_that_is_refused_is_in_neither_optimizer(refuses: str) -> None:
+    """The outer one had it: its next step raised that the groups are not as many as the wrapped optimizer's."""
+    weights, _ = _made()
+    inner: Any = Refusing(weights[:1], lr=1.0)
+    optimizer = MasterWeights(inner)
+    if refuses == "wrapped":
+        inner.refuses = True
+        with pytest.raises(Mishap):
+            optimizer.add_param_group({"params": weights[1:]})
+        del inner.refuses
+    else:
+        with pytest.warns(UserWarning, match="duplicate"), pytest.raises(ValueError, match=r"stands in .* twice"):
+            optimizer.add_param_group({"params": [weights[1], weights[1]]})
+    assert len(optimizer.param_groups) == len(inner.param_groups) == len(optimizer.masters) == 1
+    with torch.no_grad():
+        weights[1].fill_(2)
+    before = _bytes(weights)
+    optimizer.step()
+    assert _same(_bytes(weights), before) == [False, True, True]
+    optimizer.add_param_group({"params": weights[1:]})
+    optimizer.step()
+    assert _same(_bytes(weights), before) == [False, False, True]
+    assert _same(_bytes(weights), _of_masters(optimizer))[:2] == [True, True]
