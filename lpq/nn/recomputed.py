@@ -25,7 +25,8 @@ def check(layer: WeightedLayer) -> None:
     """Refuse to run forward again in backward if checkpointing is reentrant."""
     if torch.compiler.is_compiling() or autograd.graph_task() == -1:
         return
-    if autograd.hooks_that_save() is not None and not autograd.runs_node("CheckpointFunctionBackward"):
+    hooks = autograd.hooks_that_save()
+    if hooks is not None and (autograd.recomputes(hooks) or not autograd.runs_node("CheckpointFunctionBackward")):
         return
     raise RuntimeError(
         f"{layer.title}: activation checkpointing with use_reentrant=True runs it again in backward, where the "

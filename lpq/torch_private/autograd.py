@@ -35,3 +35,8 @@ at_the_end_of_backward = torch.autograd.Variable._execution_engine.queue_callbac
 
 hooks_that_save: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
 """The hooks for saved tensors that are in force, as activation checkpointing sets them; None: there are none."""
+
+
+def recomputes(hooks: Any) -> bool:
+    """Whether under these hooks checkpointing that is not reentrant runs forward again."""
+    return "_recomputation_hook." in getattr(hooks[1], "__qualname__", "")

@@ -70,6 +70,29 @@ def test_it_is_refused_under_hooks_for_saved_tensors_as_well(inner: Any) -> None
         (first + second).backward()
 
 
+def test_the_older_way_behind_a_layer_is_let_through() -> None:
+    """A run of the newer way that begins in a node of the older way, which itself runs other modules, was refused."""
+
+    class Both(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.behind = layer(), torch.nn.Tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return reentrant(self.behind, self.first(x))
+
+    plain, module = Both(), Both()
+    for x in inputs(2):
+        plain(x).sum().backward()
+        recomputed(module, x).sum().backward()
+    assert equal(found(plain), found(module))
+    first, second = (recomputed(module, x).sum() for x in inputs(2))
+    with pytest.raises(RuntimeError, match=MOVED):
+        (first + second).backward()
+    with pytest.raises(RuntimeError, match=r"Linear\(32, 32\): .* use_reentrant=True"):
+        reentrant(partial(recomputed, module), inputs(1)[0]).sum().backward()
+
+
 def test_one_at_a_time_and_evaluation_between_are_no_matter() -> None:
     plain, module = layer(), layer()
     for x in inputs(3):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lpq.torch_private import (
     autograd,
@@ -320,18 +319,6 @@ def test_who_calls_is_seen() -> None:
     module(other)
     module.forward(other)
     assert found == [False, False, True, False, False, False]
-
-
-def test_hooks_of_saved_tensors_are_seen() -> None:
-    found: list[bool] = []
-
-    def run(x: Tensor) -> Tensor:
-        found.append(autograd.hooks_that_save() is not None)
-        return x * 2
-
-    assert autograd.hooks_that_save() is None
-    checkpoint(run, torch.ones(2, requires_grad=True), use_reentrant=False)
-    assert found == [True]
 
 
 # ---------------------------------------------------------------------------------------------- compiling

@@ -1,4 +1,4 @@
-"""Compilers tell what checkpointing runs again, and keep what they are told to keep, in torch 2.11 and 2.13."""
+"""Hooks and compilers tell what checkpointing runs again, and keep what they are to keep, in torch 2.11 and 2.13."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from lpq.operations.operators import opaque_when_traced
-from lpq.torch_private import compiling
+from lpq.torch_private import autograd, compiling
 
 SIN = torch.ops.aten.sin.default
 
@@ -51,3 +52,18 @@ def test_what_is_kept_is_not_made_again(again: bool, kept: bool) -> None:
 def test_nothing_is_run_again_where_nothing_compiles() -> None:
     assert not compiling.is_run_again()
     assert torch.equal(compiling.saved_if_run_again(SIN, torch.ones(3)), torch.ones(3).sin())
+
+
+def test_hooks_of_saved_tensors_are_seen_and_which_recompute() -> None:
+    found: list[bool] = []
+
+    def run(x: Tensor) -> Tensor:
+        found.append(autograd.recomputes(autograd.hooks_that_save()))
+        return x.sin()
+
+    assert autograd.hooks_that_save() is None
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(run, x, use_reentrant=False).sum().backward()
+    with save_on_cpu():
+        run(x)
+    assert found == [False, True, False]
