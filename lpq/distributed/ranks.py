@@ -65,23 +65,19 @@ class Ranks:
         did, they would write one file, or compute different values from different data, without a word.
         """
         if group is not None and not (dist.is_initialized() and isinstance(group, ProcessGroup)):
-            raise cls.as_error(
-                LpqError(
-                    "process_group is to be a group that this process is in: call it on the ranks of the group only, "
-                    "and for a mesh pass mesh.get_group()"
-                )
+            raise cls.error(
+                "process_group is to be a group that this process is in: call it on the ranks of the group only, "
+                "and for a mesh pass mesh.get_group()"
             )
         ranks = cls(group)
         if not ranks.many:
             return ranks
         if group is None and not shared:
             if first and ranks.rank:
-                raise cls.as_error(
-                    LpqError(
-                        f"rank 0 alone {does} a model that is whole on each rank, of which no DTensor gives each a "
-                        f"part, and this is rank {ranks.rank}: call it under `if rank == 0:`; or, where all ranks call "
-                        "it, pass process_group=torch.distributed.group.WORLD"
-                    )
+                raise cls.error(
+                    f"rank 0 alone {does} a model that is whole on each rank, of which no DTensor gives each a "
+                    f"part, and this is rank {ranks.rank}: call it under `if rank == 0:`; or, where all ranks call "
+                    "it, pass process_group=torch.distributed.group.WORLD"
                 )
             return cls(alone=True)
         text = (
@@ -89,7 +85,7 @@ class Ranks:
             "or that process_group names, and another one of them does not: call it on all of them alike"
         )
         if ranks.size > 1 and not meeting.meet(ranks.names, "a call", does, None, text):
-            raise cls.as_error(LpqError(text))
+            raise cls.error(text)
         return ranks
 
     @classmethod
