@@ -19,6 +19,7 @@ from lpq.calibration.errors import CalibrationError
 from lpq.distributed.expert_rows import RowExchange
 from lpq.nn import Layer
 from lpq.nn.grouped_linear import GroupedLayer
+from lpq.nn.parallel import refuse_cut_blocks
 from lpq.operations.cut import Cut
 from lpq.torch_private.tensors import local_part
 
@@ -31,7 +32,7 @@ class Peers:
         self.layers = tuple(_shared_out(model))
         """The layers that are sharded over them."""
         for layer in self.layers:
-            _refuse_cut_blocks(layer)
+            _check_cut(layer)
         here = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self.ranks = tuple(sorted({here, *(rank for layer in self.layers for rank in _ranks(layer.weight))}))
         elsewhere = [parameter for m in model.modules() if is_shared_out(m) for parameter in m.parameters()]
@@ -84,7 +85,7 @@ def _ranks(weight: Any) -> list[int]:
     return dist.get_process_group_ranks(weight.device_mesh.get_group(weight.device_mesh.ndim - 1))
 
 
-def _refuse_cut_blocks(layer: nn.Module) -> None:
+def _check_cut(layer: nn.Module) -> None:
     """Refuse a layer if the ranks' parts of a weight, which are not multiplied here, would cut what cannot be cut."""
     if not isinstance(layer, Layer) or (quantizer := layer.weight_quantizer()) is None:
         return
@@ -94,11 +95,7 @@ def _refuse_cut_blocks(layer: nn.Module) -> None:
     reason = Cut(dim, 0, ranks, whole // ranks).why_not(quantizer, row=True, col=True)
     if whole % ranks:
         reason = f"it has {whole} {'columns' if dim else 'rows'}"
-    if reason is not None:
-        raise CalibrationError(
-            f"{layer.title}: its weight cannot be divided over {ranks} ranks: {reason}. Use fewer ranks, give the "
-            "layer a recipe with smaller blocks, or leave it out of the plan"
-        )
+    refuse_cut_blocks(layer, ranks, {"its weight": reason}, CalibrationError)
 
 
 class _Whole:

@@ -244,7 +244,7 @@ def _mesh_pass(
         "the gradient of its output": cut._replace(dim=1).why_not(plan.dy, dx, dw) if columns else None,
         "its input": None if columns else cut.why_not(plan.x, True, dw),
     }
-    _refuse_cut_blocks(layer, ranks, by)
+    refuse_cut_blocks(layer, ranks, by)
     sequence, rows, high = None, None, False
     output: Placement = Shard(last)
     if columns:
@@ -346,11 +346,13 @@ def _sum(layer: WeightedLayer, shape: Sequence[int], bias: bool, rank: int, rank
     return None, Replicate()
 
 
-def _refuse_cut_blocks(layer: WeightedLayer, ranks: int, reasons: dict[str, str | None]) -> None:
+def refuse_cut_blocks(
+    layer: WeightedLayer, ranks: int, reasons: dict[str, str | None], error: type[Exception] = ValueError
+) -> None:
     """Refuse parts of an operand if the ranks' shares of a dimension cut blocks that must stay whole."""
     for what, reason in reasons.items():
         if reason is not None:
-            raise ValueError(
+            raise error(
                 f"{layer.title}: {what} cannot be divided over {ranks} ranks: {reason}. Use fewer ranks, "
                 "give the layer a recipe with smaller blocks, or leave it out of the plan"
             )
