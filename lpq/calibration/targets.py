@@ -182,14 +182,9 @@ def _static(recipe: Recipe, search: str | None, *, weights: bool) -> Recipe:
 
 def _with(recipe: Recipe, change: Callable[[Quantizer, str], Quantizer]) -> Recipe:
     """The recipe with other quantizers of inputs and weights."""
+    changed = {o: change(q, o.tensor) if o.tensor in CALIBRATED else q for o, q in recipe.operands.items()}
     gemms: dict[str, Any] = {}
-    for first, second in zip(OPERANDS[::2], OPERANDS[1::2], strict=True):
-        a, b = (
-            change(recipe.operands[operand], operand.tensor)
-            if operand.tensor in CALIBRATED
-            else recipe.operands[operand]
-            for operand in (first, second)
-        )
-        gemms[first.gemm] = replace(recipe.gemm(first.gemm), a=a, b=b)
+    for a, b in zip(OPERANDS[::2], OPERANDS[1::2], strict=True):
+        gemms[a.gemm] = replace(recipe.gemm(a.gemm), a=changed[a], b=changed[b])
     other = replace(recipe, name=None, **gemms)
     return recipe if other == recipe else other
