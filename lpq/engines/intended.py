@@ -107,15 +107,10 @@ def recipe_of(layer: Quantized) -> Recipe:
 def _with_weight(recipe: Recipe, layer: Quantized) -> Recipe:
     """The recipe, with the quantizer of a layer's weight in the files; if its products cannot be multiplied then, the
     recipe of an engine."""
-    products: dict[str, Any] = {
-        operand.gemm: {o.tensor: q for o, q in recipe.operands.items() if o.gemm == operand.gemm}
-        for operand in recipe.operands
-    }
-    for product in products.values():
-        if "w" in product and not product["w"].plain:
-            product["w"] = registry.quantizer(layer.scheme.quantizer)
+    w = registry.quantizer(layer.scheme.quantizer)
+    quantizers = {str(o): w if o.tensor == "w" and not q.plain else q for o, q in recipe.operands.items()}
     try:
-        return recipes.recipe(products)
+        return recipes.recipe(quantizers)
     except LpqError:
         return recipe_of(layer)
 
