@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -69,7 +70,7 @@ def split(entry: FileEntry, stacks: Stacks, imported: Mapping[str, Tensor]) -> l
     if stack is not None and stack.is_split and len(entry.shape) == 2:
         rows, last = _GatheredStack(entry.gather), len(stack.names) - 1
         return [
-            replace(entry, name=f"{layer}.bias", shape=entry.shape[1:], gather=rows.of(number, number == last))
+            replace(entry, name=f"{layer}.bias", shape=entry.shape[1:], gather=partial(rows.of, number, number == last))
             for number, (layer,) in enumerate(stack.names)
         ]
     return None
@@ -87,7 +88,7 @@ def _matrices(stack: Stack, whole: FileEntry, imported: Mapping[str, Tensor]) ->
             last = number == len(stack.names) - 1 and i == len(layers) - 1
             part = (i * each, (i + 1) * each, rows) if len(layers) > 1 else None
             yield replace(
-                whole, name=f"{layer}.weight", shape=(each, cols), gather=stack_pieces.of(number, last),
+                whole, name=f"{layer}.weight", shape=(each, cols), gather=partial(stack_pieces.of, number, last),
                 layer=Multiplied.by(stack.recipe, layer, own, imported.get(layer)), part=part,
             )  # fmt: skip
 
@@ -99,15 +100,11 @@ class _GatheredStack:
         self._gather = gather
         self._pieces: Mapping[str, Tensor] | None = None
 
-    def of(self, number: int, last: bool) -> Callable[[], Pieces]:
-        """Gathers an expert."""
-
-        def get() -> Pieces:
-            if self._pieces is None:
-                self._pieces = self._gather()
-            pieces = {name: piece[number] for name, piece in self._pieces.items()}
-            if last:
-                self._pieces = None
-            return pieces
-
-        return get
+    def of(self, number: int, last: bool) -> Pieces:
+        """Return the pieces of an expert, which is the ``last`` one or not."""
+        if self._pieces is None:
+            self._pieces = self._gather()
+        pieces = {name: piece[number] for name, piece in self._pieces.items()}
+        if last:
+            self._pieces = None
+        return pieces
