@@ -38,9 +38,6 @@ class _Part(RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = SEEK_SET) -> int:
         at = offset + {SEEK_SET: 0, SEEK_CUR: self._at, SEEK_END: self._size}[whence]
         if at < 0:
