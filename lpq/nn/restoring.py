@@ -49,7 +49,7 @@ def restore(model: Model) -> Model:
 
 
 def _former(layer: StatefulLayer) -> type[nn.Module] | None:
-    """The class that ``lpq.convert`` found; None for a layer that was built as it is."""
+    """The class that ``lpq.convert`` found; None for a layer that was built as it is, or that a plugin made."""
     if isinstance(layer, Extension):
         return layer.lpq_bases[1]
     return nn.Linear if type(layer) is Linear else None
@@ -62,7 +62,7 @@ def _why_kept(module: nn.Module) -> str | None:
     if _former(module) is None:
         if module.recipe is None:
             return None
-        return "it was built as it is: with `recipe = None` it multiplies in high precision, and is left alone here"
+        return "you or a plugin built it: with `recipe = None` it multiplies in high precision, and is left alone here"
     own = [*module.parameters(recurse=False)]
     if getattr(module, "layouts", None) is not None or any(hasattr(p, "device_mesh") for p in own):
         return "it is sharded: restore the model before fully_shard and parallelize_module, or build it anew"

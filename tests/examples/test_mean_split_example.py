@@ -100,6 +100,8 @@ def test_it_follows_the_policy() -> None:
     assert not torch.equal(made(x), wanted(x))
     lpq.set_step(made, 1)
     assert torch.equal(made(x), wanted(x))
+    with pytest.raises(ValueError, match=r"0 \(MeanSplitLinear\) cannot be restored: you or a plugin built it"):
+        lpq.restore(made)
 
 
 def test_it_compiles() -> None:
