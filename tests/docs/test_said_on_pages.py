@@ -14,8 +14,10 @@ from lpq.__main__ import COMMANDS
 from lpq.cli.memory import WAYS, count_bytes
 from lpq.cli.shapes import SHAPES
 from lpq.distributed.shardability import operand_bytes
+from lpq.formats import Quantizer
 from lpq.formats.sections import why_not_row_by_row
 
+FEATURES = 4096
 STORED = [("stored quantized", recipe) for recipe in ("fp8-current", "mxfp8", "nvfp4")]
 COLUMNS = [("bf16", "nvfp4"), ("gathered quantized", "nvfp4"), *STORED]
 ROWS = {
@@ -36,10 +38,27 @@ def test_the_numbers_are_those_of_the_command() -> None:
         assert [cell.strip() for cell in row.split("|")] == [f"{number(m) / 2**30:.2f}" for m in found], title
 
 
+def shares_of_bf16(quantizer: Quantizer, row: bool, col: bool) -> float:
+    return round(operand_bytes(quantizer, FEATURES, FEATURES, torch.bfloat16, row, col) / (2 * FEATURES**2), 2)
+
+
+def test_shares_of_weights_hold_for_every_recipe() -> None:
+    weights = {name: lpq.recipe(name).w for name in registry.recipes()}
+    encoded = {name: w for name, w in weights.items() if not w.side("row").plain}
+    gathered = {shares_of_bf16(w, *way) for w in encoded.values() for way in ((True, False), (False, True))}
+    stored = {name: shares_of_bf16(w, True, True) for name, w in encoded.items()}
+    kept = {name for name, w in encoded.items() if shares_of_bf16(w, False, True) == 1}
+    assert kept == {f"{name}-fwd-bf16-bwd" for name in ("mxfp8", "mxfp4", "nvfp4")}
+    of_gathers = f"{min(gathered):.2f} to {max(gathered - {1.0}):.2f} of bf16"
+    for page in ("README.md", "docs/faq.md", "docs/memory.md"):
+        assert (ROOT / page).read_text().count(of_gathers) == 1, page
+    low, high = ([stored[name] for name in group] for group in (stored.keys() - kept, kept))
+    of_low, of_high = (f"{min(shares):.2f} to {max(shares):.2f}" for shares in (low, high))
+    said = f"{of_low} of bf16 is stored in place of 4 bytes a weight; {of_high} where backward has the weight in bf16"
+    assert said in (ROOT / "docs" / "memory.md").read_text()
+
+
 # ---------------------------------------------------------------------------------------------- dispatch table
-
-
-FEATURES = 4096
 
 
 def test_it_is_what_formats_declare() -> None:
