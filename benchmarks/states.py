@@ -2,6 +2,7 @@
 
 python -m benchmarks.states                      a step of AdamW over matrices of a billion weights, on one GPU
 python -m benchmarks.states --weights 268435456  of fewer
+python -m benchmarks.states --model llama-1b     over the parameters of a model, most of them small
 
 ``benchmarks.state_losses`` has the losses.
 """
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
 from importlib.metadata import version
@@ -30,6 +32,25 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 Make = Callable[[Any], Optimizer]
 SIDE = 8192
+Shape = tuple[int, ...]
+
+
+def llama(vocabulary: int, layers: int, width: int, keys: int, wide: int) -> list[Shape]:
+    """The parameters of a Llama whose head is its embedding."""
+    matrices = [(width, width), (keys, width), (keys, width), (width, width), *2 * [(wide, width)], (width, wide)]
+    return [(vocabulary, width), *layers * [*matrices, (width,), (width,)], (width,)]
+
+
+def gpt(vocabulary: int, layers: int, width: int) -> list[Shape]:
+    """The parameters of the models of ``lpq compare``, but for a few vectors."""
+    matrices = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+    return [(vocabulary, width), *layers * [*matrices, (width,), (width,)], (width,)]
+
+
+MODELS: dict[str, list[Shape]] = {
+    "llama-1b": llama(128256, 16, 2048, 512, 8192),
+    "gpt-60m": gpt(256, 9, 768),
+}
 
 
 def stored(formats: dict[str, Any], params: Any, **options: Any) -> Optimizer:
@@ -54,11 +75,10 @@ def contenders(dtype: torch.dtype) -> dict[str, Make]:
     return found
 
 
-def measured(make: Make, dtype: torch.dtype, weights: int, rounds: int = 20) -> tuple[float, int, int]:
-    """The milliseconds of a step (the median), the bytes of the states, and the bytes beside them at the peak."""
-    params = [
-        nn.Parameter(torch.randn(SIDE, SIDE, device="cuda", dtype=dtype)) for _ in range(max(weights // SIDE**2, 1))
-    ]
+def measured(make: Make, dtype: torch.dtype, shapes: Sequence[Shape], rounds: int = 20) -> tuple[float, int, int]:
+    """The milliseconds of a step (the median), the bytes of the states, and the bytes beside them at the peak. The GPU
+    waits for each step, so what the host needs is in the time."""
+    params = [nn.Parameter(torch.randn(shape, device="cuda", dtype=dtype)) for shape in shapes]
     for p in params:
         p.grad = torch.randn_like(p)
     torch.cuda.synchronize()
@@ -80,18 +100,19 @@ def measured(make: Make, dtype: torch.dtype, weights: int, rounds: int = 20) -> 
     return statistics.median(times), held - empty, torch.cuda.max_memory_allocated() - held
 
 
-def speed(weights: int) -> None:
+def speed(shapes: Sequence[Shape], title: str) -> None:
+    weights = sum(math.prod(shape) for shape in shapes)
     libraries = [f", {name} {version(name)}" for name in LIBRARIES if importlib.util.find_spec(name) is not None]
     print(
         f"{date.today()}; {torch.cuda.get_device_name()}, torch {torch.__version__}{''.join(libraries)}; "
-        f"{weights:,} weights in matrices of {SIDE}x{SIDE}"
+        f"{weights:,} weights in {title}"
     )
     print("| weights | optimizer | ms a step | bytes of states a weight | GiB beside them at the peak |")
     print("|---|---|---:|---:|---:|")
     for dtype in (torch.float32, torch.bfloat16):
         for name, make in contenders(dtype).items():
             torch.cuda.empty_cache()
-            ms, states, peak = measured(make, dtype, weights)
+            ms, states, peak = measured(make, dtype, shapes)
             usual = str(dtype).removeprefix("torch.")
             print(f"| {usual} | {name} | {ms:.2f} | {states / weights:.2f} | {peak / 2**30:.2f} |", flush=True)
 
@@ -99,4 +120,9 @@ def speed(weights: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=int, default=1 << 30)
-    speed(parser.parse_args().weights)
+    parser.add_argument("--model", choices=MODELS)
+    given = parser.parse_args()
+    if given.model is not None:
+        speed(MODELS[given.model], f"the {len(MODELS[given.model])} parameters of {given.model}")
+    else:
+        speed(max(given.weights // SIDE**2, 1) * [(SIDE, SIDE)], f"matrices of {SIDE}x{SIDE}")

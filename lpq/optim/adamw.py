@@ -6,8 +6,7 @@ device. A kernel reads and writes the moments tile by tile; the reference decode
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -84,13 +83,29 @@ def tiles(first: Quantizer, second: Quantizer, least: LeastKept | None, device: 
     return Tiles(both[0], both[1], 0.0 if least is None else least.share)
 
 
-def step_kernel(
-    p: Tensor, gradient: Tensor, m: QuantizedTensor, root: QuantizedTensor, n: Numbers, tiles: Tiles
-) -> None:
-    """Step a contiguous parameter, and encode its moments, in one launch."""
-    from lpq.optim.adamw_triton import launch_step
+class Work(NamedTuple):
+    """A parameter, and what its step reads and writes beside it."""
 
-    rows, cols = math.prod(p.shape[:-1]), p.shape[-1]
-    if p.numel():
-        *numbers, maximize = n
-        launch_step(p, gradient.contiguous(), m.buffers, root.buffers, rows, cols, numbers, bool(maximize), *tiles)
+    p: Tensor
+    gradient: Tensor
+    m: QuantizedTensor
+    root: QuantizedTensor
+    buffers: list[Tensor]
+    """Codes and scales of both moments."""
+
+    @staticmethod
+    def of(p: Tensor, gradient: Tensor, m: QuantizedTensor, root: QuantizedTensor) -> Work:
+        return Work(p, gradient, m, root, m.buffers + root.buffers)
+
+    def is_contiguous(self) -> bool:
+        """Whether a kernel can write what is written."""
+        return self.p.is_contiguous() and all(buffer.is_contiguous() for buffer in self.buffers)
+
+
+def step_kernel(works: Sequence[Work], n: Numbers, tiles: Tiles) -> None:
+    """Step parameters on one device and encode their moments, in one launch for all of the same dtypes."""
+    from lpq.optim.adamw_triton import launch_steps
+
+    *numbers, maximize = n
+    each = [(w.p, w.gradient.contiguous(), *w.buffers) for w in works if w.p.numel()]
+    launch_steps(each, numbers, bool(maximize), *tiles)

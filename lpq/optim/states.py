@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 ROOT = "root"
 """The end of the name of a second moment where its root is stored."""
 State = dict[str, Any]
+Member = tuple[dict[str, Any], Tensor]
+"""A parameter, behind its group."""
 
 
 class StateForm(NamedTuple):
@@ -150,50 +152,72 @@ class QuantizedStates(Wrapper):
             )
         loss = self.begin(closure, self._options)
         groups = self.param_groups
-        alone = [(group, p) for group in groups for p in group["params"] if p.grad is not None and self._large(p)]
+        large = {id(p) for p in self._params() if is_large(p.shape, self.least)}
+        alone = [(group, p) for group in groups for p in group["params"] if p.grad is not None and id(p) in large]
         with steps().part(self.optimizer):
-            with self._only([{**g, "params": [p for p in g["params"] if not self._large(p)]} for g in groups]):
+            with self._only([{**g, "params": [p for p in g["params"] if id(p) not in large]} for g in groups]):
                 self.optimizer.step()
-            for group, p in alone:
-                if not self._step_adamw(group, p):
-                    with self._only([{**group, "params": [p]}]), self._decoded(p):
-                        self.optimizer.step()
+            for group, p in self._step_adamw(alone):
+                with self._only([{**group, "params": [p]}]), self._decoded(p):
+                    self.optimizer.step()
         return loss
 
     def _options(self) -> list[str]:
         return [f"least={self.least}", *(f"{name}={form.quantizer}" for name, form in self.forms.items())]
 
-    def _step_adamw(self, group: dict[str, Any], p: Tensor) -> bool:
-        """Step a parameter as AdamW does, by a kernel if there is one; False if the wrapped optimizer must do it."""
+    def _step_adamw(self, alone: list[Member]) -> list[Member]:
+        """Step parameters as AdamW does, and return the others, which the wrapped optimizer must step. Where there is a
+        kernel, one launch steps many of them; a gradient that it cannot read as it lies is copied for one of its own.
+        """
         first, second = self.forms.get(adamw.FIRST), self.forms.get(adamw.SECOND)
-        if first is None or second is None or not adamw.is_plain(self.optimizer, group) or not _is_plain(p):
-            return False
+        if first is None or second is None:
+            return alone
+        others: list[Member] = []
+        plain_groups = [id(group) for group in self.param_groups if adamw.is_plain(self.optimizer, group)]
+        tiles = cache(partial(adamw.tiles, first.quantizer, second.quantizer, second.least))
+        launches: dict[tuple[adamw.Numbers, torch.device, int | None], list[tuple[Tensor, adamw.Work]]] = {}
+        for group, p in alone:
+            work = self._work(p, first, second) if id(group) in plain_groups and _is_plain(p) else None
+            if work is None:
+                others.append((group, p))
+                continue
+            numbers = adamw.Numbers.of(group, self.state[p]["step"].item() + 1)
+            if tiles(work.p.device) is not None and work.is_contiguous():
+                apart = None if work.gradient.is_contiguous() else id(p)
+                launches.setdefault((numbers, work.p.device, apart), []).append((p, work))
+                continue
+            for form in (first, second):
+                attach(self.state[p][form.key])  # states that were loaded or copied do not know the other shards yet
+            before = work.m.dequantize(torch.float32), work.root.dequantize(torch.float32)
+            stepped, *after = adamw.step_reference(work.p, work.gradient, *before, numbers)
+            write([work.m, work.root], [as_matrix(after[0]), _raised(as_matrix(after[1]), second, work.root)])
+            work.p.copy_(stepped)
+            self._count([p])
+        for (numbers, device, _), members in launches.items():
+            adamw.step_kernel([work for _, work in members], numbers, cast("adamw.Tiles", tiles(device)))
+            self._count([p for p, _ in members])
+        return others
+
+    def _work(self, p: Tensor, first: StateForm, second: StateForm) -> adamw.Work | None:
+        """A parameter with its gradient and moments, which begin here; None if a moment is not stored."""
         state: State = self.state[p]
         if not state:
             if any(self._why_stays(form, p) is not None for form in (first, second)):
-                return False  # the wrapped optimizer begins as it does: fused, it counts steps on the device
+                return None  # the wrapped optimizer begins as it does: fused, it counts steps on the device
             zero = {name: torch.zeros_like(p, memory_format=torch.contiguous_format) for name in self.forms}
             state.update(step=torch.tensor(0.0, dtype=torch.float32, device="cpu"), **zero)
             self._store(state, {})
         m, root = _part(state.get(first.key)), _part(state.get(second.key))
         if m is None or root is None:
-            return False
-        weight, gradient = plain(local_part(p)), local_part(cast("Tensor", p.grad))
+            return None
         state["step"] = state["step"].cpu()
-        numbers = adamw.Numbers.of(group, state["step"].item() + 1)
-        tiles = adamw.tiles(first.quantizer, second.quantizer, second.least, weight.device)
-        if tiles is not None and all(tensor.is_contiguous() for tensor in (weight, *m.buffers, *root.buffers)):
-            adamw.step_kernel(weight, gradient, m, root, numbers, tiles)
-        else:
-            attach(state[first.key])  # states that were loaded or copied do not know the other shards yet
-            attach(state[second.key])
-            before = m.dequantize(torch.float32), root.dequantize(torch.float32)
-            stepped, *after = adamw.step_reference(weight, gradient, *before, numbers)
-            write([m, root], [as_matrix(after[0]), _raised(as_matrix(after[1]), second, root)])
-            weight.copy_(stepped)
-        state["step"] += 1
-        touched(p)
-        return True
+        return adamw.Work.of(plain(local_part(p)), local_part(cast("Tensor", p.grad)), m, root)
+
+    def _count(self, params: list[Tensor]) -> None:
+        """Count a step of parameters that were stepped here."""
+        torch._foreach_add_([self.state[p]["step"] for p in params], 1)
+        for p in params:
+            touched(p)
 
     def _check_placed(self, params: list[Tensor]) -> None:
         for p in params:
@@ -203,10 +227,6 @@ class QuantizedStates(Wrapper):
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
-
-    def _large(self, tensor: Tensor) -> bool:
-        """Whether a state of this shape may be stored in a format."""
-        return is_large(tensor.shape, self.least)
 
     @contextmanager
     def _only(self, groups: list[dict[str, Any]]) -> Iterator[None]:

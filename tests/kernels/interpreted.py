@@ -27,7 +27,7 @@ triton = pytest.importorskip("triton", reason="needs Triton")
 import triton.language as tl  # noqa: E402
 
 from lpq.kernels.triton import numbers  # noqa: E402
-from lpq.optim import QuantizedStates, adamw  # noqa: E402
+from lpq.optim import QuantizedStates, adamw, adamw_triton  # noqa: E402
 
 __all__ = ["_quick_interpreter"]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of products that overflow
@@ -310,34 +310,48 @@ STORED = {"mxfp8": torch.bfloat16, "fp8(scaling=block, pow2=false, dtype=e5m2)":
 
 
 @pytest.mark.parametrize(("first", "dtype"), STORED.items())
-def test_a_step_of_adamw(first: str, dtype: torch.dtype) -> None:
-    """The parameter and the codes and scales of both moments, after steps with gradients of all sizes and NaN."""
+def test_a_step_of_adamw(first: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters, and the codes and scales of their moments, after steps with gradients of all sizes and NaN. One
+    launch steps all that are aligned, and one the others; one of its own has a gradient that is transposed."""
     formats = {"exp_avg": first, "exp_avg_sq": "fp8(scaling=block, pow2=false)"}
     random = torch.Generator().manual_seed(0)
-    weight = torch.randn(35, 150, generator=random).to(dtype)
-    ours, theirs = (torch.nn.Parameter(weight.clone()) for _ in range(2))
+    shapes = [(35, 150), (16, 16), (33, 272), (2, 3, 40), (1, 7), (48, 32)]
+    weights = [torch.randn(shape, generator=random).to(dtype) for shape in shapes]
+    ours, theirs = ([torch.nn.Parameter(weight.clone()) for weight in weights] for _ in range(2))
     group = {"lr": 1e-2, "weight_decay": 0.1, "maximize": first == "mxfp8"}
     optimizer, reference = (
-        QuantizedStates(torch.optim.AdamW([p], **group), least=1, **formats) for p in (ours, theirs)
+        QuantizedStates(torch.optim.AdamW(params, **group), least=1, **formats) for params in (ours, theirs)
     )
     m, root = (form.quantizer for form in optimizer.forms.values())
     kernels = [importlib.import_module(f"lpq_{registry.format_of(type(q)).name}.triton") for q in (m, root)]
     tiles = adamw.Tiles(
         kernels[0].stored_tile(m), kernels[1].stored_tile(root), optimizer.forms["exp_avg_sq"].least.share
     )
+    launched: list[int] = []
+    launch = adamw_triton.launch
+    monkeypatch.setattr(
+        adamw_triton, "launch", lambda *given, **kinds: launched.append(given[1]) or launch(*given, **kinds)
+    )
     for step in range(4):
-        sizes = torch.rand(35, 150, generator=random).mul(-60).exp2() * (torch.rand(35, 150, generator=random) > 0.1)
-        gradient = torch.randn(35, 150, generator=random) * sizes
+        gradients = []
+        for shape in shapes:
+            sizes = torch.rand(shape, generator=random).mul(-60).exp2() * (torch.rand(shape, generator=random) > 0.1)
+            gradients.append((torch.randn(shape, generator=random) * sizes).to(dtype))
+        gradients[-1] = gradients[-1].t().contiguous().t()
         if step == 3:
-            gradient[0, 0] = torch.nan
-        for p, one, functions in ((ours, optimizer, tiles), (theirs, reference, None)):
-            p.grad = gradient.to(dtype)
+            gradients[0][0, 0] = torch.nan
+        for params, one, functions in ((ours, optimizer, tiles), (theirs, reference, None)):
+            for p, gradient in zip(params, gradients, strict=True):
+                p.grad = gradient
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(adamw, "tiles", lambda *_, found=functions: found)
                 one.step()
-        mine, its = optimizer.state[ours], reference.state[theirs]
-        assert torch.equal(ours.nan_to_num(7), theirs.nan_to_num(7)), step
-        for key in ("exp_avg", "exp_avg_sq_root"):
-            for a, b in zip(mine[key].buffers, its[key].buffers, strict=True):
-                assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), (step, key)
-    assert bool((mine["exp_avg"].dequantize()[1:] != 0).any())
+        for p, q in zip(ours, theirs, strict=True):
+            mine, its = optimizer.state[p], reference.state[q]
+            assert torch.equal(p.nan_to_num(7), q.nan_to_num(7)), step
+            assert mine["step"] == its["step"] == step + 1
+            for key in ("exp_avg", "exp_avg_sq_root"):
+                for a, b in zip(mine[key].buffers, its[key].buffers, strict=True):
+                    assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), (step, key)
+    assert bool((optimizer.state[ours[0]]["exp_avg"].dequantize()[1:] != 0).any())
+    assert len(launched) == 4 * 3

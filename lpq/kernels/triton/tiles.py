@@ -15,10 +15,10 @@ from lpq.kernels.triton.numbers import INF, NAN, narrow, size_of, value_of
 
 
 @triton.jit
-def place_of_tile(cols, HIGH: tl.constexpr, WIDE: tl.constexpr):
-    """The place of this program's tile; there is one program for each tile."""
-    across = (cols - 1) // WIDE + 1
-    index = tl.program_id(0)
+def place_of_tile(cols, HIGH: tl.constexpr, WIDE: tl.constexpr, first=0, across=None):
+    """The place of this program's tile; there is one program for each tile, behind ``first`` of other matrices."""
+    across = (cols - 1) // WIDE + 1 if across is None else across
+    index = tl.program_id(0) - first
     down = index // across
     return down.to(tl.int64) * HIGH, (index - down * across).to(tl.int64) * WIDE
 

@@ -1,0 +1,46 @@
+"""The cost of a step over stored states to the host, with a kernel that does nothing: launches and calls, not time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from imitated_gpu import calls_of
+from torch import nn
+
+from lpq.optim import QuantizedStates, adamw
+
+FORMATS = {"exp_avg": "mxfp8", "exp_avg_sq": "fp8(scaling=block, pow2=false)"}
+CALLS = 29
+"""Python's calls for each parameter whose moments are stored."""
+
+
+def _stepped(count: int, launched: list[int], monkeypatch: pytest.MonkeyPatch) -> QuantizedStates:
+    """An optimizer of so many matrices, after steps that found a kernel."""
+    params = [nn.Parameter(torch.ones(64, 128)) for _ in range(count)]
+    optimizer = QuantizedStates(torch.optim.AdamW(params), **FORMATS)
+    tiles = adamw.Tiles(*2 * [adamw.StoredTile(None, None, 0, 32)], 0.0)
+    monkeypatch.setattr(adamw, "tiles", lambda *_: tiles)
+    monkeypatch.setattr(adamw, "step_kernel", lambda works, *_: launched.append(len(works)))
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return optimizer
+
+
+def test_one_launch_steps_all_parameters_that_are_stepped_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[int] = []
+    optimizer = _stepped(5, launched, monkeypatch)
+    group = optimizer.param_groups[0]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(64, 64))], "lr": 0.5})
+    late = optimizer.param_groups[1]["params"][0]
+    late.grad = torch.ones_like(late)
+    group["params"][0].grad = None
+    group["params"][1].grad = torch.ones(128, 64).t()
+    optimizer.step()
+    assert sorted(launched) == [1, 1, 3, 5]  # a gradient that is copied has one of its own, and so has another rate
+    assert [int(optimizer.state[p]["step"]) for p in (*group["params"], late)] == [1, 2, 2, 2, 2, 1]
+
+
+def test_a_parameter_more_costs_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = (_stepped(count, [], monkeypatch) for count in (10, 20))
+    assert calls_of(many.step) - calls_of(few.step) <= 10 * CALLS
