@@ -149,19 +149,18 @@ def as_shard(tensor: Tensor) -> Tensor:
 def in_place_of(weight: Tensor, new: Tensor) -> Tensor:
     """The new weight of a layer, prepared for gathers in the same way as ``weight``, whole or sharded."""
     stored, new_part = local_part(weight), as_shard(local_part(new).detach())
-    if isinstance(stored, QuantizedTensor) and not isinstance(new_part, QuantizedTensor):
-        remedy = (
-            "call model.to_empty(device=…) first, since PyTorch assigns to tensors on the meta device"
-            if weight.is_meta
-            else "load without assign=True, or with lpq.optim.load_high_precision"
-        )
-        raise ValueError(
-            f"{stored.whose}a {list(weight.shape)} weight is stored as {stored.quantizer}, and an ordinary tensor "
-            f"cannot take its place: {remedy}, and it is encoded"
-        )
     if isinstance(stored, QuantizedTensor):
-        encoded = cast("QuantizedTensor", new_part)
-        encoded.title, encoded.owner = stored.title, stored.owner
+        if not isinstance(new_part, QuantizedTensor):
+            remedy = (
+                "call model.to_empty(device=…) first, since PyTorch assigns to tensors on the meta device"
+                if weight.is_meta
+                else "load without assign=True, or with lpq.optim.load_high_precision"
+            )
+            raise ValueError(
+                f"{stored.whose}a {list(weight.shape)} weight is stored as {stored.quantizer}, and an ordinary tensor "
+                f"cannot take its place: {remedy}, and it is encoded"
+            )
+        new_part.title, new_part.owner = stored.title, stored.owner
     return dtensor_as(new, new_part) if isinstance(new, DTensor) else new_part
 
 
