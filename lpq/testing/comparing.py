@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -60,9 +60,13 @@ def compare_calls(
     """Call a kernel, and on the CPU the reference of its operation, in all ways with the same matrix, which messages
     call ``name``. Whether there was anything to compare."""
     of = f"{_names(row, col)}, {list(x.shape)} {x.dtype}, {name}"
+    return _compare_each(kernel, calls(kernel.op, row, col, x), device, of)
+
+
+def _compare_each(kernel: KernelSpec, ways: Iterable[tuple[str, tuple[Any, ...]]], device: str, of: str) -> bool:
+    """Call a kernel in these ways of calling it, each with its name. Whether there was anything to compare."""
     results = [
-        compare_call(kernel, arguments, on(device, arguments), f"{of}, {how}" if how else of)
-        for how, arguments in calls(kernel.op, row, col, x)
+        compare_call(kernel, arguments, on(device, arguments), f"{of}, {how}" if how else of) for how, arguments in ways
     ]
     return any(results)
 
@@ -125,17 +129,10 @@ def close(actual: Tensor, expected: Tensor, error: float, what: str) -> None:
 
 def compare_views(kernel: KernelSpec, row: Quantizer | None, col: Quantizer | None, device: str) -> bool:
     """Operands may be views of larger ones, with any strides. Whether there was anything to compare."""
-    sides = [side for side in (row, col) if side is not None]
-    here, there = parts(sides, "cpu"), parts(sides, device)
-    if not here:
+    views = parts([side for side in (row, col) if side is not None], "cpu")
+    if not views:
         return False
-    of = f"{_names(row, col)}, {PART}"
-    each = (of_operands(kernel.op, *operands) for operands in (here, there))
-    results = [
-        compare_call(kernel, arguments, on_device, f"{of}, {how}" if how else of)
-        for (how, arguments), (_, on_device) in zip(*each, strict=True)
-    ]
-    return any(results)
+    return _compare_each(kernel, of_operands(kernel.op, *views), device, f"{_names(row, col)}, {PART}")
 
 
 def compare_encodings(kernel: KernelSpec, row: Quantizer, shapes: Sequence[tuple[int, int]], device: str) -> None:
