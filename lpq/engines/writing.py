@@ -73,14 +73,14 @@ class Directory:
             yield
         except BaseException:
             if self._open is not None:
-                self._open[1].__exit__(RuntimeError)
+                self._open[1].close(failed=True)
             raise
         finally:
             self._claim.release()
 
     def _close(self) -> None:
         if self._open is not None:
-            self._open[1].__exit__(None)
+            self._open[1].close()
         self._open = None
 
     def _index(self) -> dict[str, bytes]:

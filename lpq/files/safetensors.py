@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -87,13 +87,10 @@ class Writer:
         if count := data.nbytes:
             self._file.write(memoryview((ctypes.c_char * count).from_address(data.data_ptr())))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        """Wait until it is on the disk."""
-        assert kind is not None or not self._pending, f"never written: {[*self._pending]}"
-        if kind is None:
+    def close(self, *, failed: bool = False) -> None:
+        """Wait until it is on the disk, unless writing has ``failed``."""
+        assert failed or not self._pending, f"never written: {[*self._pending]}"
+        if not failed:
             self._file.flush()
             os.fsync(self._file.fileno())
         self._file.close()

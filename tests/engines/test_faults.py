@@ -51,9 +51,10 @@ def copied(source: Path, target: Path) -> Path:
 
 
 def write(path: Path, found: dict[str, Tensor]) -> None:
-    with Writer(path / "model.safetensors", {n: TensorKind.of(t) for n, t in found.items()}) as writer:
-        for name, tensor in found.items():
-            writer.add(name, tensor)
+    writer = Writer(path / "model.safetensors", {n: TensorKind.of(t) for n, t in found.items()})
+    for name, tensor in found.items():
+        writer.add(name, tensor)
+    writer.close()
 
 
 def storage(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:

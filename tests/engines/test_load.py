@@ -155,9 +155,10 @@ def test_a_tied_head_is_read_from_the_embedding(tmp_path: Path) -> None:
 
 def by_others(path: Path, found: dict[str, Tensor], quantization: dict[str, Any]) -> None:
     path.mkdir()
-    with Writer(path / "model.safetensors", {n: TensorKind.of(t) for n, t in found.items()}) as writer:
-        for name, tensor in found.items():
-            writer.add(name, tensor)
+    writer = Writer(path / "model.safetensors", {n: TensorKind.of(t) for n, t in found.items()})
+    for name, tensor in found.items():
+        writer.add(name, tensor)
+    writer.close()
     (path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
 
 

@@ -14,9 +14,10 @@ from lpq.files.safetensors import NAMES, Reader, TensorKind, Writer
 
 
 def write(path: Path, found: dict[str, Tensor]) -> None:
-    with Writer(path, {name: TensorKind.of(t) for name, t in found.items()}) as writer:
-        for name, tensor in reversed(found.items()):
-            writer.add(name, tensor)
+    writer = Writer(path, {name: TensorKind.of(t) for name, t in found.items()})
+    for name, tensor in reversed(found.items()):
+        writer.add(name, tensor)
+    writer.close()
 
 
 def test_every_dtype_comes_back(tmp_path: Path) -> None:
