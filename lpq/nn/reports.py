@@ -58,11 +58,8 @@ class Report(Readable):
     def __str__(self) -> str:
         idle = f"; {len(self.uncalled)} of the converted were not called so far" if self.uncalled else ""
         idle += f"; a pass has read the weights of {len(self.read)} past them" if self.read else ""
-        blocks = (
-            f", {len(self.fused)} of {len(self.fused + self.apart)} blocks and norms fused"
-            if self.fused + self.apart
-            else ""
-        )
+        tried = len(self.fused) + len(self.apart)
+        blocks = f", {len(self.fused)} of {tried} blocks and norms fused" if tried else ""
         lines = [str(self.coverage), f"{len(self.converted)} converted, {len(self.left)} left alone{blocks}{idle}"]
         for title, entries in (
             ("converted", self.converted),
