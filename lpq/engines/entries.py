@@ -91,12 +91,13 @@ class FileEntry:
     def operand(self, pieces: Pieces) -> Storage:
         """The row operand: the stored operand, or the operand that the layer encodes, encoded once."""
         whole = self._whole(pieces)
-        part = whole if self.part is None else whole.narrow(0, *self.part[:2])
-        if part is None:
-            assert self.part is not None
+        if self.part is None:
+            return whole
+        start, stop, _ = self.part
+        if (part := whole.narrow(0, start, stop)) is None:
             raise CheckpointError(
-                f"{self.name} is rows {self.part[0]} to {self.part[1]} of a matrix that is encoded as one, and they "
-                f"cut blocks of {whole.quantizer}: keep the layer in high precision, leave=[…]"
+                f"{self.name} is rows {start} to {stop} of a matrix that is encoded as one, and they cut blocks of "
+                f"{whole.quantizer}: keep the layer in high precision, leave=[…]"
             )
         return part
 
