@@ -130,9 +130,8 @@ class Export:
             target = ranks.each(lambda: place(path))
 
         def begin() -> Directory:
-            small = small_files(source.model, base_of(source.model, base)) | {
-                n: as_json(data) for n, data in config.items()
-            }
+            texts = {name: as_json(data) for name, data in config.items()}
+            small = small_files(source.model, base_of(source.model, base)) | texts
             return Directory(target, shards(plan, shard_bytes), small)
 
         with ranks.error_context(f"nothing is exported to {target}"):
