@@ -34,8 +34,7 @@ def grouped(names: Iterable[str], others: Collection[str] = ()) -> list[tuple[st
     for numbers in (True, False):  # layers in a row first
         for place in reversed(places):
             groups = _merged(groups, place, numbers)
-    beside = [tuple(name.split(".")) for name in others if name not in order]
-    texts = [(_called(parts, beside), sorted(members, key=order.__getitem__)) for parts, members in groups.items()]
+    texts = [(_called(parts, others, order), sorted(own, key=order.__getitem__)) for parts, own in groups.items()]
     return sorted(texts, key=lambda group: order[group[1][0]])
 
 
@@ -60,16 +59,17 @@ def _merged(groups: Mapping[Parts, list[str]], place: int, numbers: bool) -> dic
     return merged
 
 
-def _called(parts: Parts, beside: Iterable[tuple[str, ...]]) -> str:
-    like = [name for name in beside if len(name) == len(parts)]
+def _called(parts: Parts, others: Collection[str], own: Collection[str]) -> str:
     words = []
     for place, segments in enumerate(parts):
-        fits = [n for n in like if all(n[at] in parts[at] for at in range(len(parts)) if at != place)]
-        words.append(_segment(segments, {name[place] for name in fits}))
+        rest = [at for at in range(len(parts)) if at != place]
+        split = (name.split(".") for name in others if name not in own)
+        beside = (n[place] for n in split if len(n) == len(parts) and all(n[at] in parts[at] for at in rest))
+        words.append(_segment(segments, beside))  # which few places need: names of all layers would be split for each
     return ".".join(words)
 
 
-def _segment(segments: frozenset[str], there: Collection[str]) -> str:
+def _segment(segments: frozenset[str], there: Iterable[str]) -> str:
     """The text for one place of a name, at which the names have these segments."""
     if len(segments) == 1:
         return next(iter(segments))
@@ -79,7 +79,7 @@ def _segment(segments: frozenset[str], there: Collection[str]) -> str:
     shortest = min(ordered, key=len)
     ends = next((e for i in range(len(shortest)) if all(s.endswith(e := shortest[i:]) for s in ordered)), "")
     glob = f"*{ends}" if len(ends) > 2 else ""
-    if glob and not any(fnmatchcase(other, glob) for other in there if other not in segments):
+    if glob and not any(fnmatchcase(other, glob) for other in {*there} - segments):
         return glob
     return f"{{{','.join(ordered)}}}"
 
