@@ -133,13 +133,8 @@ def _prepare(model: Model, source: WholeCheckpoint, optimizer: Optimizers, any_p
     matches, loaded = [in_model], list[Loaded]()
     if optimizer is not None:  # judged last: a model that differs has an optimizer that does, and is the cause
         stored = {one[name] for name in masters}
-        targets, loaded = join(
-            [Named(one, names) for one in optimizer_list(optimizer)],
-            beside["optimizer"],
-            saved,
-            stored,
-            description.quantized,
-        )
+        named = [Named(each, names) for each in optimizer_list(optimizer)]
+        targets, loaded = join(named, beside["optimizer"], saved, stored, description.quantized)
         matches.append(in_optimizer := match(targets, saved, description.quantized))
         check_complete(in_optimizer, saved.keys() - ours, description.quantized, (), masters.values(), "optimizer")
     return _Job(reader, info, beside, matches, fresh, loaded)
