@@ -122,19 +122,14 @@ def _rule(entry: object, folder: Path, recipes: dict[object, Recipe | None]) -> 
         if key not in entry:
             raise RecipeError(f"it has no {key}: {remedy}")
     match, source = entry["match"], entry["recipe"]
-    patterns = (match,) if isinstance(match, str) else match
+    patterns = (match,) if isinstance(match, str) else tuple(match) if isinstance(match, list) else match
     if path := toml.path(source):
         source = folder / path
     text = source if isinstance(source, str | Path) else object()
     if text not in recipes:
         with place("recipe"):
             recipes[text] = None if source in (None, SKIP) else recipe(source)
-    return Rule(
-        tuple(patterns) if isinstance(patterns, list) else patterns,
-        recipes[text],
-        entry.get("until"),
-        entry.get("blocks"),
-    )
+    return Rule(patterns, recipes[text], entry.get("until"), entry.get("blocks"))
 
 
 def _check_keys(table: Mapping[str, object], keys: tuple[str, ...]) -> None:
