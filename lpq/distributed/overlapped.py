@@ -35,11 +35,8 @@ def of_parts(p: Product, size: tuple[int, int], cut: Cut, group: str, whole: boo
     wanted, the buffers of the ``whole`` operand take the place of the part's, in their list."""
     part = p.a._replace(shape=size)
     other, gather, dtype, fast = p.b, OperandGather(part, 0, cut, group), p.dtype, p.fast_accumulate
-    texts, shapes, dtypes = (
-        (part.quantizer.text, other.quantizer.text),
-        (part.shape, other.shape),
-        (part.dtype, other.dtype),
-    )
+    texts = part.quantizer.text, other.quantizer.text
+    shapes, dtypes = (part.shape, other.shape), (part.dtype, other.dtype)
 
     def multiply(a: list[Tensor], b: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         run: Any = _arriving_gemm if can_call_directly(a[0]) else torch.ops.lpq.arriving_gemm
@@ -86,11 +83,8 @@ def _results(
 
 def _bytes_of(part: Storage) -> list[Tensor]:
     """The bytes of the buffers that are not the same for all parts of the rows."""
-    return [
-        as_bytes(t)
-        for buffer, t in zip(part.quantizer.layout, part.tensors(), strict=True)
-        if buffer.unit(0) is not None
-    ]
+    buffers = zip(part.quantizer.layout, part.tensors(), strict=True)
+    return [as_bytes(t) for buffer, t in buffers if buffer.unit(0) is not None]
 
 
 define(
