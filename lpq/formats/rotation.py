@@ -128,10 +128,8 @@ def why_unfit(side: Any, storages: type[Any]) -> tuple[str, str] | None:
     if side.basis is not None and not isinstance(side.basis, Rotation):
         cause = f"{side} has rotation={side.basis!r}: a name tells no rotations apart"
     elif side.basis != side.rotation:
-        cause, remedy = (
-            f"{side}: {type(side).__name__}.rotation is another one whenever it is called",
-            "return one value",
-        )
+        cause = f"{side}: {type(side).__name__}.rotation is another one whenever it is called"
+        remedy = "return one value"
     elif hasattr(side, "rotation_options"):
         cause = (
             f"{side} has rotation_options, which plugin interface 2 does without: a Rotation is compared by its value"
