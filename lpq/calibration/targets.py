@@ -52,12 +52,8 @@ class Target:
 
     def names(self, tensor: str) -> list[str]:
         """The names of the static statistics of the input, ``x``, or of the weight, ``w``."""
-        keys = [
-            prefix + buffer.name
-            for prefix, branch in getattr(self.recipe, tensor).state_branches().items()
-            if branch.static
-            for buffer in branch.state
-        ]
+        branches = getattr(self.recipe, tensor).state_branches()
+        keys = [prefix + buffer.name for prefix, branch in branches.items() if branch.static for buffer in branch.state]
         return [f"{self.name}.{tensor}_{key}" for key in keys]
 
     def measured_input(self, x: Tensor) -> Iterator[tuple[str, Tensor]]:
