@@ -67,6 +67,17 @@ def test_the_mean_is_multiplied_in_high_precision(dtype: torch.dtype) -> None:
     )
 
 
+def test_it_takes_no_token_and_one() -> None:
+    """The mean of no token was NaN, and so was the gradient of the weight; a vector had the mean of its elements."""
+    made = layer("mean_split")
+    made(torch.empty(0, 48)).sum().backward()
+    assert not made.weight.grad.any()
+    assert not made.bias.grad.any()
+    x = normal(48) + 2
+    assert torch.equal(made(x), made(x[None])[0])
+    assert made(torch.full((1, 48), float("nan"))).isnan().all()
+
+
 def test_its_evidence_is_what_its_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """In small: both errors fall by a fifth and more, and less where the weight that multiplies the mean is rounded."""
     evidence = evidence_of("mean-split", monkeypatch)

@@ -49,7 +49,9 @@ class MeanSplitLinear(Linear):
         weight = self.weight
         if (why := self._why_not(input, weight)) is not None:
             raise ValueError(f"{self.title}: mean_split cannot split the mean off: {why}")
-        mean = input.detach().mean(tuple(range(input.dim() - 1)), dtype=torch.float32).to(input.dtype)
+        if not input.numel():
+            return super().forward(input)  # no token has no mean
+        mean = input.detach().reshape(-1, input.shape[-1]).mean(0, dtype=torch.float32).to(input.dtype)
         y = super().forward(input - mean)
         return y + nn.functional.linear(mean.to(weight.dtype), weight).to(y.dtype)
 
