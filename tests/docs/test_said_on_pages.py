@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import pytest
@@ -16,6 +17,7 @@ from lpq.cli.shapes import SHAPES
 from lpq.distributed.shardability import operand_bytes
 from lpq.formats import Quantizer
 from lpq.formats.sections import why_not_row_by_row
+from lpq.train.config import TrainConfig
 
 FEATURES = 4096
 STORED = [("stored quantized", recipe) for recipe in ("fp8-current", "mxfp8", "nvfp4")]
@@ -56,6 +58,14 @@ def test_shares_of_weights_hold_for_every_recipe() -> None:
     of_low, of_high = (f"{min(shares):.2f} to {max(shares):.2f}" for shares in (low, high))
     said = f"{of_low} of bf16 is stored in place of 4 bytes a weight; {of_high} where backward has the weight in bf16"
     assert said in (ROOT / "docs" / "memory.md").read_text()
+
+
+def test_the_small_model_is_what_the_command_trains() -> None:
+    config, rows = TrainConfig(), inspect.signature(lpq.observe.numerics).parameters["rows"].default
+    search, watch = (" ".join((ROOT / "docs" / f"{page}.md").read_text().split()) for page in ("search", "watch"))
+    assert f"a model of `lpq train` is {config.width} wide by default" in search
+    assert config.batch * config.seq == 4 * rows
+    assert "In the small model of `python -m lpq train`, a quarter of whose tokens are looked at" in watch
 
 
 # ---------------------------------------------------------------------------------------------- dispatch table
