@@ -11,13 +11,14 @@ A second moment, which divides the update, is stored as its root, under a name o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -53,6 +54,11 @@ ROOT = "root"
 State = dict[str, Any]
 Member = tuple[dict[str, Any], Tensor]
 """A parameter, behind its group."""
+Launch = tuple[adamw.Numbers, torch.device, int | None]
+"""The parameters that one launch steps: all with the same numbers on a device, or one that has to be alone."""
+TOGETHER = 1 << 25
+"""The elements with which a launch does not wait for more parameters: a GPU takes longer for them than the host for
+the next ones."""
 
 
 class StateForm(NamedTuple):
@@ -175,28 +181,44 @@ class QuantizedStates(Wrapper):
         others: list[Member] = []
         plain_groups = [id(group) for group in self.param_groups if adamw.is_plain(self.optimizer, group)]
         tiles = cache(partial(adamw.tiles, first.quantizer, second.quantizer, second.least))
-        launches: dict[tuple[adamw.Numbers, torch.device, int | None], list[tuple[Tensor, adamw.Work]]] = {}
+        numbers: dict[tuple[int, float], adamw.Numbers] = {}
+        launches: dict[Launch, list[tuple[Tensor, adamw.Work]]] = {}
+        sizes: Counter[Launch] = Counter()
         for group, p in alone:
             work = self._work(p, first, second) if id(group) in plain_groups and _is_plain(p) else None
             if work is None:
                 others.append((group, p))
                 continue
-            numbers = adamw.Numbers.of(group, self.state[p]["step"].item() + 1)
-            if tiles(work.p.device) is not None and work.is_contiguous():
-                apart = None if work.gradient.is_contiguous() else id(p)
-                launches.setdefault((numbers, work.p.device, apart), []).append((p, work))
+            key = id(group), self.state[p]["step"].item() + 1
+            n = numbers[key] = numbers.get(key) or adamw.Numbers.of(group, key[1])
+            found = tiles(work.p.device)
+            if found is None or not work.is_contiguous():
+                self._step_by_reference(p, work, n, first, second)
                 continue
-            for form in (first, second):
-                attach(self.state[p][form.key])  # states that were loaded or copied do not know the other shards yet
-            before = work.m.dequantize(torch.float32), work.root.dequantize(torch.float32)
-            stepped, *after = adamw.step_reference(work.p, work.gradient, *before, numbers)
-            write([work.m, work.root], [as_matrix(after[0]), _raised(as_matrix(after[1]), second, work.root)])
-            work.p.copy_(stepped)
-            self._count([p])
-        for (numbers, device, _), members in launches.items():
-            adamw.step_kernel([work for _, work in members], numbers, cast("adamw.Tiles", tiles(device)))
-            self._count([p for p, _ in members])
+            launch = n, work.p.device, None if work.gradient.is_contiguous() else id(p)
+            launches.setdefault(launch, []).append((p, work))
+            sizes[launch] += work.p.numel()
+            if sizes[launch] >= TOGETHER:
+                del sizes[launch]
+                self._step_by_kernel(launches.pop(launch), n, found)
+        for (n, device, _), members in launches.items():
+            self._step_by_kernel(members, n, cast("adamw.Tiles", tiles(device)))
         return others
+
+    def _step_by_kernel(self, members: list[tuple[Tensor, adamw.Work]], n: adamw.Numbers, tiles: adamw.Tiles) -> None:
+        adamw.step_kernel([work for _, work in members], n, tiles)
+        self._count([p for p, _ in members])
+
+    def _step_by_reference(
+        self, p: Tensor, work: adamw.Work, n: adamw.Numbers, first: StateForm, second: StateForm
+    ) -> None:
+        for form in (first, second):
+            attach(self.state[p][form.key])  # states that were loaded or copied do not know the other shards yet
+        before = work.m.dequantize(torch.float32), work.root.dequantize(torch.float32)
+        stepped, *after = adamw.step_reference(work.p, work.gradient, *before, n)
+        write([work.m, work.root], [as_matrix(after[0]), _raised(as_matrix(after[1]), second, work.root)])
+        work.p.copy_(stepped)
+        self._count([p])
 
     def _work(self, p: Tensor, first: StateForm, second: StateForm) -> adamw.Work | None:
         """A parameter with its gradient and moments, which begin here; None if a moment is not stored."""
@@ -378,11 +400,15 @@ def _forms(optimizer: Optimizer, formats: dict[str, str | Quantizer]) -> dict[st
 
 def _is_plain(p: Tensor) -> bool:
     """Whether a parameter and its gradient are ordinary matrices, or shards that are placed alike."""
-    gradient = p.grad
+    gradient = cast("Tensor", p.grad)
     if isinstance(p, DTensor) and (not isinstance(gradient, DTensor) or gradient.placements != p.placements):
         return False
-    parts = [plain(local_part(p)).detach(), *([] if gradient is None else [local_part(gradient).detach()])]
-    return all(type(part) is Tensor and part.layout is torch.strided and part.dtype in DTYPES for part in parts)
+    return _is_ordinary(plain(local_part(p))) and _is_ordinary(local_part(gradient))
+
+
+def _is_ordinary(part: Tensor) -> bool:
+    is_tensor = type(part) is Tensor or issubclass(type(part), nn.Parameter)  # isinstance takes others for parameters
+    return is_tensor and part.layout is torch.strided and part.dtype in DTYPES
 
 
 def _part(state: object) -> QuantizedTensor | None:

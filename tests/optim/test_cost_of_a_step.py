@@ -7,10 +7,10 @@ import torch
 from imitated_gpu import calls_of
 from torch import nn
 
-from lpq.optim import QuantizedStates, adamw
+from lpq.optim import QuantizedStates, adamw, states
 
 FORMATS = {"exp_avg": "mxfp8", "exp_avg_sq": "fp8(scaling=block, pow2=false)"}
-CALLS = 29
+CALLS = 30
 """Python's calls for each parameter whose moments are stored."""
 
 
@@ -39,6 +39,15 @@ def test_one_launch_steps_all_parameters_that_are_stepped_alike(monkeypatch: pyt
     optimizer.step()
     assert sorted(launched) == [1, 1, 3, 5]  # a gradient that is copied has one of its own, and so has another rate
     assert [int(optimizer.state[p]["step"]) for p in (*group["params"], late)] == [1, 2, 2, 2, 2, 1]
+
+
+def test_a_launch_does_not_wait_when_it_has_enough_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[int] = []
+    optimizer = _stepped(5, launched, monkeypatch)
+    monkeypatch.setattr(states, "TOGETHER", 2 * 64 * 128)
+    optimizer.step()
+    assert launched == [5, 2, 2, 1]
+    assert {int(state["step"]) for state in optimizer.state.values()} == {2}
 
 
 def test_a_parameter_more_costs_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
