@@ -118,7 +118,7 @@ class ResidualLayer(Extension, nn.Module):
         if kind is None or (kind.reads and changed(kind.reads) is not None):
             if len(self.lpq_calls) >= MOST_CALLS:
                 self.lpq_calls.clear()
-            course, reads = _tried(self, self.lpq_several, args, kwargs)
+            course, reads = torch.compiler.disable(_tried)(self, self.lpq_several, args, kwargs)  # type: ignore[no-untyped-call]
             kind = self.lpq_calls[key] = KindOfCall(None if isinstance(course, str) else course, reads)
         return kind.course
 
@@ -298,7 +298,7 @@ def _tried(
     layer: nn.Module, several: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Course | str, tuple[Read, ...]]:
     """Return what a layer does with such arguments, the first of which is the stream, or why that is something else;
-    and the attributes by which it decides that."""
+    and the attributes by which it decides that. A compiler that leaves the layer eager must not trace this."""
     with aside():
         course, reads = _run(layer, several, args, kwargs, None)
         if several and not isinstance(course, str):  # whatever else its children return

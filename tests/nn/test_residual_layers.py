@@ -263,3 +263,20 @@ def test_compiled_a_layer_computes_as_before() -> None:
     x = torch.randn(4, 64).bfloat16()
     whole = torch.compile(net, fullgraph=True, backend="aot_eager")
     assert torch.equal(whole(x), plain(x))
+
+
+@pytest.mark.starts
+def test_a_layer_that_the_compiler_leaves_eager_is_tried_eagerly() -> None:
+    """As for weights whose gradient is added in place. Dynamo traced the trial itself, and raised what ends one."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    plain: Any = lpq.convert(nn.Sequential(Layer("plain")).bfloat16(), "mxfp8", accumulate="grad")
+    net: Any = lpq.fuse(copy.deepcopy(plain))
+    compiled = torch.compile(net, backend="eager")
+    for seed in range(2):
+        torch.manual_seed(seed)
+        x = torch.randn(4, 64).bfloat16()
+        for each in (compiled, plain):
+            each(x).sum().backward()
+    assert any(kind.course for kind in net[0].lpq_calls.values())
+    assert equal([p.grad for p in net.parameters()], [p.grad for p in plain.parameters()])
