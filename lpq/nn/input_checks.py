@@ -46,7 +46,7 @@ def check(layer: WeightedLayer, input: Tensor, weight: Tensor) -> None:
     if not torch.compiler.is_compiling():
         check_static(layer, layer.title)
         if layer.gather is not None and "weight" not in layer._parameters:
-            _check_prepared(layer)
+            _check_prepared(layer, weight)
     if weight.shape[1:] != (layer.in_features,):
         raise ValueError(
             f"{layer.title}: the weight is {list(weight.shape)}, and must be [outputs, {layer.in_features}]"
@@ -175,9 +175,9 @@ def check_parallel_input(layer: WeightedLayer, part: Tensor, parts: int) -> None
         )
 
 
-def _check_prepared(layer: WeightedLayer) -> None:
+def _check_prepared(layer: WeightedLayer, weight: Tensor) -> None:
     """Raise if the weight that FSDP2 was to gather quantized has become a part of another parameter."""
-    if base_of(layer.weight) is not None and not any(isinstance(p, Gathered) for p in layer.parameters()):
+    if base_of(weight) is not None and not any(isinstance(p, Gathered) for p in layer.parameters()):
         raise RuntimeError(
             f"{layer.title}: its weight, which lpq.convert(…, weights=…) prepared, was made a part of another "
             f"parameter, as FullyShardedDataParallel (FSDP1) does it: {REMEDY}"

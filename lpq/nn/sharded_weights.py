@@ -278,7 +278,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Layer, bool]]:
     owners = _owners(model)
     for name, module in model.named_modules():
         if isinstance(module, Layer):
-            yield name, module, owners[id(module.weight)] > 1
+            yield name, module, owners[id(module._parameters.get("weight"))] > 1  # nothing is computed, as by pruning
 
 
 def _owners(model: nn.Module) -> Counter[int]:

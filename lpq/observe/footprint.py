@@ -104,7 +104,8 @@ def memory(
             raise ValueError(f"memory counts what FSDP2 shards: call it before a style shares out {layer.title}")
     forms = _forms(tuple(moments.items())) if moments else {}
     over = ranks or next((p.device_mesh.size(-1) for p in model.parameters() if isinstance(p, DTensor)), 1)
-    layers = {id(m.weight): m for m in model.modules() if isinstance(m, Layer) and m.gather is not None}
+    gathered = (m for m in model.modules() if isinstance(m, Layer) and m.gather is not None)
+    layers = {id(m._parameters.get("weight")): m for m in gathered}
     names = {id(p): name for name, p in model.named_parameters()}
     rest = {id(p): p for p in model.parameters()}
     parts = []

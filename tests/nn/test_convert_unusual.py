@@ -45,6 +45,33 @@ def test_a_weight_that_is_computed_stays_in_high_precision(
     assert all(p.grad is not None for p in model[0].parameters())
 
 
+class Counted(nn.Module):
+    """A parametrization that counts how often a weight is computed: in a shard that takes a collective."""
+
+    times = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.times += 1
+        return weight * 1
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight
+
+
+@pytest.mark.parametrize("weights", ["high_precision", None])
+def test_a_weight_is_computed_by_passes_alone(weights: Any) -> None:
+    """A report of one rank waited for the others, and a first pass took two steps of a spectral norm."""
+    model = lpq.convert(linears(64, 64, 64), "mxfp8", weights=weights)
+    counted = Counted()
+    nn.utils.parametrize.register_parametrization(model[0], "weight", counted, unsafe=True)
+    counted.times = 0
+    model(X).sum().backward()
+    assert counted.times == 1
+    assert "converted" in str(lpq.report(model))
+    lpq.observe.memory(model, 2)
+    assert counted.times == 1
+
+
 def test_a_forward_that_was_replaced_on_the_object_is_left_alone() -> None:
     """It would go on as it was, whatever the class of the layer."""
     model = linears(64, 64, 64)
