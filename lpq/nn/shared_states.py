@@ -181,8 +181,8 @@ def _lend(first: StatefulLayer, layer: StatefulLayer) -> None:
         why = f"one has x={_planned(first)}, and the other x={_planned(layer)}"
     elif (name := _differing(first, layer)) is not None:
         why = (
-            f"{name} differs, as if they had not got the same inputs: fill it with equal values, by {name}.copy_, or "
-            "do not fuse them"
+            f"{name} differs, as if they had not got the same inputs, or as if functional_call had exchanged it in one "
+            f"of them alone: fill it with equal values, by {name}.copy_, or do not fuse them"
         )
     if why:
         raise ValueError(f"{first.title} and {layer.title} cannot share their states of x: {why}")
