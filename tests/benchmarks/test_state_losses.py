@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -9,7 +10,8 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from benchmarks import state_losses
-from benchmarks.states import FORMATS, contenders, stored
+from benchmarks.evidence import LIBRARIES
+from benchmarks.states import FORMATS, MODELS, contenders, stored
 
 STEP = 4
 """The bytes of the count of steps."""
@@ -36,7 +38,7 @@ def test_bytes_of_states_are_those_of_their_tensors() -> None:
 
 
 def test_the_page_of_times_has_what_the_script_times() -> None:
-    """The rows of both dtypes of weights, by the names that the script prints."""
+    """The rows of both dtypes of weights, by the names that the script prints: of wide matrices, and of two models."""
     page = (Path(__file__).parents[2] / "docs" / "evidence.md").read_text()
     text = " ".join(page.split())
     for name, formats in FORMATS.items():
@@ -45,8 +47,13 @@ def test_the_page_of_times_has_what_the_script_times() -> None:
         assert f"`exp_avg_sq` as `{second}`" in text
     for dtype in (torch.float32, torch.bfloat16):
         weights = str(dtype).removeprefix("torch.")
-        for name in {*contenders(dtype), "torchao AdamW8bit", "bitsandbytes AdamW8bit"}:
-            assert page.count(f"\n| {weights} | {name} | ") == 1
+        names = [name for name in contenders(dtype) if not name.startswith(LIBRARIES)]
+        assert [page.count(f"\n| {weights} | {name} | ") for name in names] == [1 + len(MODELS)] * 3
+        assert page.count(f"\n| {weights} | torchao AdamW8bit | ") == 1
+    for model, shapes in MODELS.items():
+        assert f"python -m benchmarks.states --model {model}" in page
+        assert f"{sum(math.prod(shape) for shape in shapes):,} weights" in text
+        assert f" {len(shapes)} parameters" in text
 
 
 def test_contenders_train_the_same_model_on_the_same_batches() -> None:
