@@ -261,7 +261,8 @@ class Numerics(Readings):
         for at, found in now.items():
             # Recipes may have changed since the step began.
             formats |= {
-                slot: _format_of(found.quantizer, side) for slot, side in zip(slots[at:], DIRECTIONS, strict=False)
+                slot: _format_of(found.quantizer, side)
+                for slot, side in zip(slots[at : at + 2], DIRECTIONS, strict=True)
             }
             sums[at : at + len(found.sums)] = found.sums.to(device)
             norms[at : at + 2], amaxes[at : at + 2] = [found.norm.to(device)] * 2, [found.amax.to(device)] * 2
