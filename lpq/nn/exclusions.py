@@ -12,7 +12,7 @@ from lpq.nn.linear import Layer
 from lpq.nn.names import plain_name
 from lpq.nn.transposed import holds_transposed
 from lpq.recipes import Policy
-from lpq.recipes.globs import matches
+from lpq.recipes.globs import matches, matching
 from lpq.recipes.rules import HEAD
 
 
@@ -24,7 +24,7 @@ def exclusions(model: nn.Module, names: Mapping[str, Sequence[str]], policy: Pol
     small = {name for name, shape in weights.items() if min(shape) < policy.least}  # shapes of one expert
     large = [alias for name in weights if name not in small for alias in plain_names[name]]
     patterns = {pattern for rule in policy.rules if rule.recipe is not None for pattern in rule.match} if small else ()
-    of_small_alone = [pattern for pattern in patterns if not any(matches(pattern, name) for name in large)]
+    of_small_alone = [pattern for pattern, hits in matching(patterns, large).items() if not hits]
     why: dict[str, str] = {}
     heads = _heads(model) if HEAD in policy.leave else set()
     for name, aliases in plain_names.items():

@@ -31,8 +31,15 @@ def numberless(text: str) -> str:
 
 def matching(patterns: Iterable[str], names: Sequence[str]) -> dict[str, list[str]]:
     """The names that each of these patterns matches."""
-    every = "\n".join(names)  # a name that is in none of them is found at once
-    return {p: [n for n in names if matches(p, n)] if literal(p) in every else [] for p in dict.fromkeys(patterns)}
+    every, found = "\n".join(names), dict[str, list[str]]()
+    named = {name: [name] for name in names}
+    for pattern in patterns:
+        part = literal(pattern)
+        if part == pattern:  # it is a name itself
+            found[pattern] = named.get(pattern, [])
+        else:  # a part that is in none of them is found at once
+            found[pattern] = [name for name in names if matches(pattern, name)] if part in every else []
+    return found
 
 
 def covers(a: str, b: str) -> bool:

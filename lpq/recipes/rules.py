@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from lpq.recipes.blocks import block_of, spans, stacks_of
@@ -70,10 +71,7 @@ class Rule:
 
     def matches(self, name: str) -> bool:
         """Whether a pattern covers the layer with this name."""
-        for pattern in self.match:  # noqa: SIM110  # any(…) is slower, and a policy may have thousands of rules
-            if matches(pattern, name):
-                return True
-        return False
+        return any(matches(pattern, name) for pattern in self.match)
 
     def outlasts(self, other: Rule) -> bool:
         """Whether the rule holds in every block and at every step at which ``other`` holds."""
@@ -215,9 +213,28 @@ class Policy:
         where = f"blocks {rule.blocks}" if rule.blocks else repr(next(p for p in rule.match if matches(p, name)))
         return f"rule {number} ({where}) gives it no recipe"
 
+    @cached_property
+    def _patterns(self) -> tuple[dict[str, list[int]], list[tuple[int, str, str]]]:
+        """The numbers of the rules by their patterns that are names, of which there may be one for each layer of a
+        model. And all other patterns: number, a part that stands for itself, and the pattern."""
+        names, others = dict[str, list[int]](), []
+        for number, rule in enumerate(self.rules, 1):
+            for pattern in rule.match:
+                if (part := literal(pattern)) == pattern:
+                    names.setdefault(pattern, []).append(number)
+                else:
+                    others.append((number, part, pattern))
+        return names, others
+
+    def _matching(self, name: str) -> list[tuple[int, Rule]]:
+        """The rules that match the layer with this name, whatever its block, with their numbers."""
+        names, others = self._patterns
+        numbers = {number for number, part, pattern in others if part in name and matches(pattern, name)}
+        return [(number, self.rules[number - 1]) for number in sorted(numbers.union(names.get(name, ())))]
+
     def rules_for(self, name: str) -> tuple[Rule, ...]:
         """The rules that match the layer with this name."""
-        return tuple(rule for rule in self.rules if rule.matches(name) and self._in_block(rule, name))
+        return tuple(rule for _, rule in self._matching(name) if self._in_block(rule, name))
 
     def schedule(self, name: str, steps: Steps = None) -> Schedule:
         """The recipes of the layer with this name, by step. ``steps``: the run's length, for rules with fractions."""
@@ -235,8 +252,8 @@ class Policy:
         if self.left_by(name) is not None:
             return
         reached: dict[type, float] = {}  # a step and a fraction of a run of unknown length do not compare
-        for number, rule in enumerate(self.rules, 1):
-            if not rule.matches(name) or not (rule.blocks is None or self._in_block(rule, name)):
+        for number, rule in self._matching(name):
+            if not (rule.blocks is None or self._in_block(rule, name)):
                 continue
             with place(f"rule {number}"):
                 until = rule.end(steps)

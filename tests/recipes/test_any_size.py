@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from itertools import product
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import lpq
 from lpq.recipes import RecipeError, globs, rules
@@ -136,6 +137,35 @@ def test_patterns_that_match_nothing_are_not_compared_with_each_name(monkeypatch
     monkeypatch.setattr(globs, "literal", lambda pattern: compared.append(pattern) or literal(pattern))
     assert policy.unmatched(names) == tuple(patterns[:-1])
     assert len(compared) == len(patterns) + len(names)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_names_of_all_layers_are_compared_with_no_other(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a policy has them for files in which some layers are left out. Each name was compared with each."""
+    layers = [f"layers.{i}.mlp.up" for i in range(300)]
+    compared: list[str] = []
+    for module in (globs, rules):
+        monkeypatch.setattr(module, "matches", lambda pattern, name: compared.append(name) or matches(pattern, name))
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.ModuleDict({"mlp": nn.ModuleDict({"up": nn.Linear(16, 16)})}) for _ in layers)
+    model.head = nn.Linear(16, 8)
+    named = [[name] for name in layers] if apart else [layers]
+    lpq.convert(model, {"rules": [*({"match": one, "recipe": "mxfp8"} for one in named)]})
+    assert [entry.name for entry in lpq.report(model).converted] == layers
+    assert compared == []
+    other = {"rules": [{"match": [*layers[1:], "*.0.mlp.[u]p"], "recipe": "mxfp8"}]}
+    assert len(lpq.report(lpq.convert(model, other)).converted) == len(layers)
+    assert compared != []
+
+
+@pytest.mark.parametrize("order", [*permutations(["a.*", "a.b", "*", "c"])])
+def test_the_first_rule_wins_whether_its_pattern_is_a_name_or_not(order: tuple[str, ...]) -> None:
+    given = zip(order, ["mxfp8", "nvfp4", "fp8-row", "mxfp4"], (1, 2, 3, 4), strict=True)  # none hides a later one
+    policy = lpq.policy({"rules": [{"match": match, "recipe": r, "until": until} for match, r, until in given]})
+    for name in ("a.b", "a.c", "c", "d"):
+        own = [rule for rule in policy.rules if rule.matches(name)]
+        assert [*policy.rules_for(name)] == own != []
+        assert policy.schedule(name).pieces == (*((rule.until, rule.recipe) for rule in own), (None, None))
 
 
 def test_a_long_name_is_compared_with_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
