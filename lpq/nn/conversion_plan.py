@@ -151,6 +151,7 @@ def changes_of(model: nn.Module, plan: ConversionPlan) -> tuple[list[Change], li
     changes: list[Change] = []
     converted: list[Entry] = []
     others: list[Entry] = []
+    registry.plugins()  # which takes in those that were installed since
     for name, schedule in plan.schedules.items():
         if converted and name.startswith(f"{converted[-1].name}."):
             continue  # inside a module that a plugin took as a whole: the layers inside follow it

@@ -86,8 +86,10 @@ class Registry:
         """All plugins, lpq's own first."""
         with self.lock:
             self._look_again()
-            every = [self.plugin(name) for name in sorted(self._sources)]
-        return tuple(sorted(every, key=lambda plugin: not plugin.builtin))
+            return tuple(sorted(self._every(), key=lambda plugin: not plugin.builtin))
+
+    def _every(self) -> list[PluginInfo]:
+        return [self.plugin(name) for name in sorted(self._sources)]
 
     def provider(self, name: str, kind: Kind) -> PluginInfo:
         """The plugin with this format or recipe. Only plugins whose namespace fits the name are imported."""
@@ -127,10 +129,11 @@ class Registry:
             raise source.import_error(string, error.__cause__ or error) from error
 
     def convert_module(self, module: Any, fqn: str, recipe: Any) -> Any:
-        """Call ``lpq_convert_module`` of all usable plugins."""
-        self.plugins()
-        hook = self._manager.hook.lpq_convert_module
+        """Call ``lpq_convert_module`` of all usable plugins. This is done for each layer: ``plugins()``, once before,
+        looks for new ones."""
         with self.lock:
+            self._every()
+            hook = self._manager.hook.lpq_convert_module
             try:
                 return hook(module=module, fqn=fqn, recipe=recipe)
             except PluginError:

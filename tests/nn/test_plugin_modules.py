@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import lpq
 from lpq import registry
+from lpq.registry import registry as lookup
 from lpq.registry.errors import LpqError, PluginError
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
@@ -265,3 +266,16 @@ def test_a_walk_through_all_attributes_warns_of_no_former_name() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert {name for name in dir(model[0]) if hasattr(model[0], name)} >= {"qualified_name", "recipe", "weight"}
+
+
+def test_a_conversion_looks_for_new_plugins_as_often_whatever_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look asks for the time of each folder of the search path: on a disk of a network these may be slow."""
+    looked: list[int] = []
+    places = lookup._places
+    monkeypatch.setattr(lookup, "_places", lambda: looked.append(len(found)) or places())
+    found: list[int] = []
+    for layers in (2, 20):
+        lpq.convert(nn.Sequential(*(nn.Linear(32, 32) for _ in range(layers))), "mxfp8")
+        found.append(len(looked) - sum(found))
+    assert found[1] <= found[0]
+    assert found[1] > 0
