@@ -100,13 +100,14 @@ class QuantizedStates(Wrapper):
         self.optimizer = optimizer
         """The wrapped optimizer. Groups and states are its own."""
         self.least = least
-        self.forms = _forms(optimizer, formats)
-        """How each state is stored, by its name in the optimizer."""
+        forms = _forms(optimizer, formats)
         groups, state = optimizer.param_groups, optimizer.state
         try:
             super().__init__([dict(group) for group in groups], optimizer.defaults)
         finally:
             optimizer.param_groups, optimizer.state = groups, state
+        self.forms = forms
+        """How each state is stored, by its name in the optimizer."""
         params = self._params()
         self._check_placed(params)
         for p in params:
@@ -132,7 +133,7 @@ class QuantizedStates(Wrapper):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as the wrapped optimizer would, if the formats serve by the options of this group, too."""
-        if "forms" not in self.__dict__ or self.__dict__.get("defaults") is not self.optimizer.defaults:
+        if "forms" not in self.__dict__:  # torch adds the groups of the wrapped optimizer, which were tried together
             super().add_param_group(param_group)
             return
         before = len(self.param_groups)
