@@ -111,6 +111,12 @@ def test_one_that_is_not_marked_cannot_start_any(what: str) -> None:
         start(["true"] if what == "process" else torch.nn.Linear(2, 2))
 
 
+def test_a_plot_may_ask_for_fonts() -> None:
+    """matplotlib does so once on a machine, in whichever test draws the first plot there."""
+    with contextlib.suppress(FileNotFoundError):
+        getattr(subprocess, "check" + "_output")(["fc-list", "--help"])
+
+
 class Item:
     """A test, as far as its order goes."""
 

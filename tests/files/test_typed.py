@@ -147,7 +147,6 @@ def test_a_training_that_two_files_have_counts_in_neither(tmp_path: Path) -> Non
         read_all(tmp_path)
 
 
-@pytest.mark.starts  # the plot asks fc-list for fonts, on a machine without matplotlib's cache of them
 @pytest.mark.parametrize("end", [float("nan"), float("inf")])
 def test_a_training_whose_last_loss_is_none_diverged(end: float, tmp_path: Path, lpq_command: Command) -> None:
     """It was called better than the baseline."""

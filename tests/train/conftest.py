@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,6 @@ from rich.console import Console
 from training import MakeConfig
 
 from lpq.train import TrainConfig, report
-
-with suppress(ImportError):
-    import matplotlib.font_manager  # noqa: F401  (on a new machine it starts a process, as no unmarked test may)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))  # the helpers for several processes
 
