@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from lpq.distributed import meeting
 from lpq.distributed.ranks import LIMIT, Ranks, digest, sharing, words
@@ -235,17 +234,10 @@ _NEWS = "this rank waits to compare a layer or an input that is new with the oth
 
 def check_part(module: nn.Module, how: str, mesh: DeviceMesh) -> None:
     """Raise on all ranks of a mesh that is about to shard a part of a model, unless they have the same part, and shard
-    it in the same way: torch would send tensors that not all ranks have, or join parts that do not fit. Raise if it is
-    sharded already."""
-    if mesh.ndim == 1 and mesh.size() > 1 and not modes():  # as where all tensors are fake
-        agree(description(module, how).split("\n"), mesh)
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise ValueError(
-                f"{getattr(module, 'title', type(module).__name__)}: its {name} lies over {parameter.device_mesh} as "
-                f"{parameter.placements} already: share a module out once, by one style, and call fully_shard after "
-                "that"
-            )
+    it in the same way: torch would send tensors that not all ranks have, or join parts that do not fit."""
+    if mesh.ndim != 1 or mesh.size() == 1 or modes():  # as where all tensors are fake
+        return
+    agree(description(module, how).split("\n"), mesh)
 
 
 def description(module: nn.Module, how: str = "") -> str:
