@@ -42,7 +42,7 @@ def llama(vocabulary: int, layers: int, width: int, keys: int, wide: int) -> lis
 
 
 def gpt(vocabulary: int, layers: int, width: int) -> list[Shape]:
-    """The parameters of the models of ``lpq compare``, but for a few vectors."""
+    """The parameters of the models of ``lpq compare``."""
     matrices = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
     return [(vocabulary, width), *layers * [*matrices, (width,), (width,)], (width,)]
 

@@ -1,4 +1,4 @@
-"""AdamW's step of one parameter whose moments are stored in a format: what it computes, and the kernel that does it.
+"""AdamW's step of parameters whose moments are stored in a format: what it computes, and the kernel that does it.
 
 Everything is computed in fp32, and each operation is rounded by itself, so that a kernel equals it bit for bit on any
 device. A kernel reads and writes the moments tile by tile; the reference decodes all moments of the parameter.
@@ -6,7 +6,7 @@ device. A kernel reads and writes the moments tile by tile; the reference decode
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,8 @@ from lpq.optim.rounding import LeastKept, root_of
 from lpq.tensor import QuantizedTensor
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
+ALIGNMENT = 16
+"""The bytes of the widest access to memory. Columns are a multiple of it where rows are read so."""
 
 
 class Numbers(NamedTuple):
@@ -92,10 +94,16 @@ class Work(NamedTuple):
     root: QuantizedTensor
     buffers: list[Tensor]
     """Codes and scales of both moments."""
+    kind: tuple[Hashable, ...]
+    """What is the same of all parameters that a launch steps."""
 
     @staticmethod
     def of(p: Tensor, gradient: Tensor, m: QuantizedTensor, root: QuantizedTensor) -> Work:
-        return Work(p, gradient, m, root, m.buffers + root.buffers)
+        buffers = m.buffers + root.buffers
+        aligned = not any(
+            number % ALIGNMENT for number in (p.shape[-1], *(t.data_ptr() for t in (p, gradient, *buffers)))
+        )
+        return Work(p, gradient, m, root, buffers, (p.device, p.dtype, gradient.dtype, aligned))
 
     def is_contiguous(self) -> bool:
         """Whether a kernel can write what is written."""
@@ -103,9 +111,10 @@ class Work(NamedTuple):
 
 
 def step_kernel(works: Sequence[Work], n: Numbers, tiles: Tiles) -> None:
-    """Step parameters on one device and encode their moments, in one launch for all of the same dtypes."""
-    from lpq.optim.adamw_triton import launch_steps
+    """Step parameters of a kind and encode their moments, in one launch."""
+    from lpq.optim.adamw_triton import launch_step
 
     *numbers, maximize = n
     each = [(w.p, w.gradient.contiguous(), *w.buffers) for w in works if w.p.numel()]
-    launch_steps(each, numbers, bool(maximize), *tiles)
+    if each:
+        launch_step(each, numbers, bool(maximize), *tiles)

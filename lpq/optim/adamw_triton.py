@@ -1,24 +1,26 @@
 """The kernel of AdamW's step, with the moments in any two formats that have tiles in Triton.
 
 A program decodes a tile of both moments, steps the parameter and encodes them again: nothing else is in memory. One
-launch steps many parameters, which a table names: small ones would each take the host longer than the GPU.
+launch steps many parameters, which a table names: small ones would each take the host longer than the GPU. One alone
+needs no table.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lpq.kernels.host_to_device import on_device
 from lpq.kernels.triton import launch
 from lpq.kernels.triton.numbers import value_of, widen
 from lpq.kernels.triton.tiles import block_amax, load_tile, place_of_tile, spread, store_values
 from lpq.operations.stored_tile import StoredTile
+from lpq.optim.adamw import ALIGNMENT
 
 ELEMENTS = 2048
 """The elements of a tile."""
@@ -26,8 +28,7 @@ ELEMENTS = 2048
 
 FIELDS = tl.constexpr(10)
 """The numbers of a parameter in the table: six addresses, rows, columns, tiles side by side, and its first program."""
-ALIGNMENT = tl.constexpr(16)
-"""The bytes of the widest access to memory."""
+ALIGNED_TO = tl.constexpr(ALIGNMENT)
 
 
 @triton.jit
@@ -47,28 +48,31 @@ def _entry(table, count):
 def _pointer(entry, index: tl.constexpr, like, ALIGNED: tl.constexpr):
     """An address of the table, as a pointer to the type of another one."""
     pointer = tl.load(entry + index).to(like.dtype)
-    return tl.multiple_of(pointer, ALIGNMENT) if ALIGNED else pointer
+    return tl.multiple_of(pointer, ALIGNED_TO) if ALIGNED else pointer
 
 
 @triton.jit(do_not_specialize=["count"])
 def _step(
-    table, count, p, gradient, m_codes, m_scales, root_codes, root_scales,
+    p, gradient, m_codes, m_scales, root_codes, root_scales, rows, cols, table, count,
     keep, toward, second, fresh, correct, eps, rate,
     READ_M: tl.constexpr, WRITE_M: tl.constexpr, M: tl.constexpr,
     READ_ROOT: tl.constexpr, WRITE_ROOT: tl.constexpr, ROOT: tl.constexpr,
     SHARE: tl.constexpr, BLOCK: tl.constexpr, MAXIMIZE: tl.constexpr, ALIGNED: tl.constexpr,
     HIGH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The tensors after ``count`` are of one of the parameters: the table has addresses, and no types."""
-    entry = _entry(table, count)
-    p, gradient = _pointer(entry, 0, p, ALIGNED), _pointer(entry, 1, gradient, ALIGNED)
-    m_codes, m_scales = _pointer(entry, 2, m_codes, ALIGNED), _pointer(entry, 3, m_scales, ALIGNED)
-    root_codes, root_scales = _pointer(entry, 4, root_codes, ALIGNED), _pointer(entry, 5, root_scales, ALIGNED)
-    rows, cols = tl.load(entry + 6), tl.load(entry + 7)
-    if ALIGNED:
-        cols = tl.multiple_of(cols, ALIGNMENT)
-    across, first = tl.load(entry + 8).to(tl.int32), tl.load(entry + 9).to(tl.int32)
-    row, col = place_of_tile(cols, HIGH, WIDE, first, across)
+    """With a table the tensors are of any parameter of it: it has addresses, and no types."""
+    if table is None:
+        row, col = place_of_tile(cols, HIGH, WIDE)
+    else:
+        entry = _entry(table, count)
+        p, gradient = _pointer(entry, 0, p, ALIGNED), _pointer(entry, 1, gradient, ALIGNED)
+        m_codes, m_scales = _pointer(entry, 2, m_codes, ALIGNED), _pointer(entry, 3, m_scales, ALIGNED)
+        root_codes, root_scales = _pointer(entry, 4, root_codes, ALIGNED), _pointer(entry, 5, root_scales, ALIGNED)
+        rows, cols = tl.load(entry + 6), tl.load(entry + 7)
+        if ALIGNED:
+            cols = tl.multiple_of(cols, ALIGNED_TO)
+        across, first = tl.load(entry + 8).to(tl.int32), tl.load(entry + 9).to(tl.int32)
+        row, col = place_of_tile(cols, HIGH, WIDE, first, across)
     g = widen(load_tile(gradient, row, col, rows, cols, HIGH, WIDE))
     if MAXIMIZE:
         g = -g
@@ -86,11 +90,11 @@ def _step(
     WRITE_ROOT(root, root_codes, root_scales, row, col, rows, cols, ROOT)
 
 
-def launch_steps(
-    works: Iterable[Sequence[Tensor]], numbers: Sequence[float], maximize: bool,
+def launch_step(
+    works: Sequence[Sequence[Tensor]], numbers: Sequence[float], maximize: bool,
     first: StoredTile, second: StoredTile, share: float,
 ) -> None:  # fmt: skip
-    """Step parameters on one device that are not empty, by one launch for all of the same dtypes.
+    """Step parameters of the same dtypes on one device, which are not empty.
 
     Args:
         works: For each the parameter, its gradient, and codes and scales of the first moment and of the second.
@@ -102,28 +106,22 @@ def launch_steps(
     """
     wide = max(first.width, second.width, 128)
     high = max(ELEMENTS // wide, 1)
-    tables: dict[tuple[bool, torch.dtype, torch.dtype], tuple[Sequence[Tensor], array[int], int]] = {}
+    table: list[int] = []
+    aligned, count, rows, cols = True, 0, 0, 0
     for tensors in works:
-        p, gradient, *_ = tensors
-        cols, pointers = p.shape[-1], [tensor.data_ptr() for tensor in tensors]
+        p, pointers = tensors[0], [tensor.data_ptr() for tensor in tensors]
+        cols = p.shape[-1]
         rows, across = p.numel() // cols, -(-cols // wide)
-        aligned = not any(number % ALIGNMENT.value for number in (*pointers, cols))
-        kind = (aligned, p.dtype, gradient.dtype)
-        like, table, count = tables.get(kind, (tensors, array("q"), 0))
-        table.extend((*pointers, rows, cols, across, count))
-        tables[kind] = like, table, count + across * -(-rows // high)
-    for (aligned, _, _), (like, table, count) in tables.items():
-        p, gradient, m_codes, m_scales, root_codes, root_scales = like
-        launch(
-            _step, count, _on_device(table, p.device), len(table) // FIELDS.value, p, gradient,
-            m_codes.view(torch.uint8), m_scales, root_codes.view(torch.uint8), root_scales, *numbers,
-            READ_M=first.read, WRITE_M=first.write, M=first.options,
-            READ_ROOT=second.read, WRITE_ROOT=second.write, ROOT=second.options,
-            SHARE=share, BLOCK=second.width, MAXIMIZE=maximize, ALIGNED=aligned, HIGH=high, WIDE=wide, num_warps=4,
-        )  # fmt: skip
-
-
-def _on_device(table: array[int], device: torch.device) -> Tensor:
-    """A table where kernels read it. It is copied from pinned memory, for which the host does not wait."""
-    numbers = torch.frombuffer(table, dtype=torch.int64)
-    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
+        table += (*pointers, rows, cols, across, count)
+        aligned = aligned and not any(number % ALIGNMENT for number in (*pointers, cols))
+        count += across * -(-rows // high)
+    p, gradient, m_codes, m_scales, root_codes, root_scales = works[0]
+    one = len(works) == 1
+    launch(
+        _step, count, p, gradient, m_codes.view(torch.uint8), m_scales, root_codes.view(torch.uint8), root_scales,
+        *((rows, cols, None) if one else (None, None, on_device(table, torch.int64, p.device))), len(works), *numbers,
+        READ_M=first.read, WRITE_M=first.write, M=first.options,
+        READ_ROOT=second.read, WRITE_ROOT=second.write, ROOT=second.options,
+        SHARE=share, BLOCK=second.width, MAXIMIZE=maximize, ALIGNED=aligned and not one, HIGH=high, WIDE=wide,
+        num_warps=4,
+    )  # fmt: skip

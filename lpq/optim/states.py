@@ -2,9 +2,9 @@
 
 It wraps any torch optimizer that steps each parameter by itself. The parameters are stepped one after the other: the
 states of one are decoded, the wrapped optimizer steps it, and they are encoded again, into the same memory. So what is
-decoded at one time are the states of one parameter. AdamW's step is in ``lpq.optim.adamw``, which has a kernel. All
-that decides what is stored, and how it is rounded, follows from the shape of the whole tensor and from blocks that no
-shard cuts: shards hold the bytes that the whole would have.
+decoded at one time are the states of one parameter. AdamW's step is in ``lpq.optim.adamw``: its kernel steps many, and
+decodes tiles. All that decides what is stored, and how it is rounded, follows from the shape of the whole tensor and
+from blocks that no shard cuts: shards hold the bytes that the whole would have.
 
 A second moment, which divides the update, is stored as its root, under a name of its own: see ``lpq.optim.rounding``.
 """
@@ -12,13 +12,13 @@ A second moment, which divides the update, is stored as its root, under a name o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -42,6 +42,7 @@ from lpq.registry.showing import brief, listed
 from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.encode_writes import write
+from lpq.torch_private.compiling import outside_graphs
 from lpq.torch_private.dtensor import dtensor_as, dtensor_over
 from lpq.torch_private.optimizers import step_hooks
 from lpq.torch_private.tensors import local_part
@@ -54,8 +55,8 @@ ROOT = "root"
 State = dict[str, Any]
 Member = tuple[dict[str, Any], Tensor]
 """A parameter, behind its group."""
-Launch = tuple[adamw.Numbers, torch.device, int | None]
-"""The parameters that one launch steps: all with the same numbers on a device, or one that has to be alone."""
+Launch = tuple[adamw.Numbers, tuple[Hashable, ...], int | None]
+"""The parameters that one launch steps: all of a kind with the same numbers, or one that has to be alone."""
 TOGETHER = 1 << 25
 """The elements with which a launch does not wait for more parameters: a GPU takes longer for them than the host for
 the next ones."""
@@ -150,7 +151,7 @@ class QuantizedStates(Wrapper):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step the parameters: the small ones together, each of the others alone, with its states decoded."""
+        """Step the small parameters together, then those of AdamW's own step, then each of the others alone."""
         if any(step_hooks(self.optimizer)):
             kind = type(self.optimizer).__name__
             raise TypeError(
@@ -172,6 +173,7 @@ class QuantizedStates(Wrapper):
     def _options(self) -> list[str]:
         return [f"least={self.least}", *(f"{name}={form.quantizer}" for name, form in self.forms.items())]
 
+    @outside_graphs  # a compiler takes groups for capturable ones, which AdamW itself would step
     def _step_adamw(self, alone: list[Member]) -> list[Member]:
         """Step parameters as AdamW does, and return the others, which the wrapped optimizer must step. Where there is a
         kernel, one launch steps many of them; a gradient that it cannot read as it lies is copied for one of its own.
@@ -180,6 +182,8 @@ class QuantizedStates(Wrapper):
         if first is None or second is None:
             return alone
         others: list[Member] = []
+        again: list[Member] = []
+        places: set[int] = set()
         plain_groups = [id(group) for group in self.param_groups if adamw.is_plain(self.optimizer, group)]
         tiles = cache(partial(adamw.tiles, first.quantizer, second.quantizer, second.least))
         numbers: dict[tuple[int, float], adamw.Numbers] = {}
@@ -190,21 +194,25 @@ class QuantizedStates(Wrapper):
             if work is None:
                 others.append((group, p))
                 continue
+            if work.p.data_ptr() in places and work.p.numel():
+                again.append((group, p))  # given twice, it takes two steps, one after the other
+                continue
+            places.add(work.p.data_ptr())
             key = id(group), self.state[p]["step"].item() + 1
             n = numbers[key] = numbers.get(key) or adamw.Numbers.of(group, key[1])
             found = tiles(work.p.device)
             if found is None or not work.is_contiguous():
                 self._step_by_reference(p, work, n, first, second)
                 continue
-            launch = n, work.p.device, None if work.gradient.is_contiguous() else id(p)
+            launch = n, work.kind, None if work.gradient.is_contiguous() else id(p)
             launches.setdefault(launch, []).append((p, work))
             sizes[launch] += work.p.numel()
             if sizes[launch] >= TOGETHER:
                 del sizes[launch]
                 self._step_by_kernel(launches.pop(launch), n, found)
-        for (n, device, _), members in launches.items():
-            self._step_by_kernel(members, n, cast("adamw.Tiles", tiles(device)))
-        return others
+        for (n, _, _), members in launches.items():
+            self._step_by_kernel(members, n, cast("adamw.Tiles", tiles(members[0][1].p.device)))
+        return others + (self._step_adamw(again) if again else [])
 
     def _step_by_kernel(self, members: list[tuple[Tensor, adamw.Work]], n: adamw.Numbers, tiles: adamw.Tiles) -> None:
         adamw.step_kernel([work for _, work in members], n, tiles)
@@ -238,8 +246,8 @@ class QuantizedStates(Wrapper):
 
     def _count(self, params: list[Tensor]) -> None:
         """Count a step of parameters that were stepped here."""
-        torch._foreach_add_([self.state[p]["step"] for p in params], 1)
         for p in params:
+            self.state[p]["step"] += 1
             touched(p)
 
     def _check_placed(self, params: list[Tensor]) -> None:
@@ -404,12 +412,8 @@ def _is_plain(p: Tensor) -> bool:
     gradient = cast("Tensor", p.grad)
     if isinstance(p, DTensor) and (not isinstance(gradient, DTensor) or gradient.placements != p.placements):
         return False
-    return _is_ordinary(plain(local_part(p))) and _is_ordinary(local_part(gradient))
-
-
-def _is_ordinary(part: Tensor) -> bool:
-    is_tensor = type(part) is Tensor or issubclass(type(part), nn.Parameter)  # isinstance takes others for parameters
-    return is_tensor and part.layout is torch.strided and part.dtype in DTYPES
+    parts = plain(local_part(p)).detach(), local_part(gradient).detach()
+    return all(type(part) is Tensor and part.layout is torch.strided and part.dtype in DTYPES for part in parts)
 
 
 def _part(state: object) -> QuantizedTensor | None:

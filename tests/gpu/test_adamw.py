@@ -78,7 +78,7 @@ def test_the_host_does_not_wait_for_the_gpu_in_a_step() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_gradient_that_is_transposed_is_read_as_it_is() -> None:
+def test_a_gradient_that_is_transposed_is_copied() -> None:
     ours, theirs = ([nn.Parameter(torch.ones(64, 512, device="cuda"))] for _ in range(2))
     gradient = torch.randn(512, 64, device="cuda").t()
     for params, laid in ((ours, gradient), (theirs, gradient.contiguous())):

@@ -118,8 +118,10 @@ def test_a_step_of_adamw_compiles_too(compiled: tuple[list[str], list[Any]]) -> 
         tiles = adamw.Tiles(*(f.stored_tile(q) for f, q in zip(formats, (m, root), strict=True)), 2.0**-18)
         held = (q.quantize(p, col=False) for q in (m, root))
         numbers = adamw.Numbers(1, 0.1, 0.9, 0.1, 1, 1e-8, 1e-3, maximize=True)
-        adamw.step_kernel([adamw.Work.of(p, p, *held)], numbers, tiles)
-    assert len(found) == 2
+        work = adamw.Work.of(p, p, *held)
+        for works in ([work], [work, work]):
+            adamw.step_kernel(works, numbers, tiles)
+    assert len(found) == 4  # alone, and by a table
     for kernel in found:
         assert "ptx" not in kernel.asm or not FUSED_OR_FLUSHED.search(kernel.asm["ptx"])
 

@@ -3,6 +3,8 @@ often something is done, and not its time."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from imitated_gpu import calls_of
@@ -49,6 +51,44 @@ def test_a_launch_does_not_wait_when_it_has_enough_to_do(monkeypatch: pytest.Mon
     optimizer.step()
     assert launched == [5, 2, 2, 1]
     assert {int(state["step"]) for state in optimizer.state.values()} == {2}
+
+
+def test_a_parameter_that_is_given_twice_takes_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[int] = []
+    optimizer = _stepped(3, launched, monkeypatch)
+    params = optimizer.param_groups[0]["params"]
+    params.append(params[0])
+    optimizer.step()
+    assert launched == [3, 3, 1]
+    assert [int(optimizer.state[p]["step"]) for p in params[:3]] == [3, 2, 2]
+
+
+def test_a_launch_that_fails_leaves_what_the_others_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters in bf16 have a launch of their own, which fails here."""
+    launched: list[int] = []
+    optimizer = _stepped(2, launched, monkeypatch)
+    half = nn.Parameter(torch.ones(64, 128, dtype=torch.bfloat16))
+    optimizer.add_param_group({"params": [half]})
+    half.grad = torch.ones_like(half)
+
+    def launch(works: Sequence[adamw.Work], *_: object) -> None:
+        if works[0].p.dtype == torch.bfloat16:
+            raise MemoryError
+
+    monkeypatch.setattr(adamw, "step_kernel", launch)
+    versions = [p._version for p in optimizer.param_groups[0]["params"]]
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    assert [int(state["step"]) for state in optimizer.state.values()] == [2, 2, 0]
+    assert [p._version > v for p, v in zip(optimizer.param_groups[0]["params"], versions, strict=True)] == [True] * 2
+
+
+@pytest.mark.starts
+def test_a_compiled_step_is_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[int] = []
+    optimizer = _stepped(3, launched, monkeypatch)
+    torch.compile(optimizer.step, backend="eager")()
+    assert launched == [3, 3]
 
 
 def test_a_parameter_more_costs_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
