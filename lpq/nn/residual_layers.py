@@ -20,6 +20,7 @@ from lpq.nn.norms import NO_WEIGHT, EncodingNorm
 from lpq.nn.stand_ins import Read, Trial, aside, changed, numbers
 from lpq.nn.unwrapping import children_inside, inside_of
 from lpq.operations.norm_kernels import gradient_threads
+from lpq.torch_private.compiling import outside_graphs
 from lpq.torch_private.dispatch import transforms
 from lpq.torch_private.hooks import global_hooks, hooks_of
 
@@ -118,7 +119,7 @@ class ResidualLayer(Extension, nn.Module):
         if kind is None or (kind.reads and changed(kind.reads) is not None):
             if len(self.lpq_calls) >= MOST_CALLS:
                 self.lpq_calls.clear()
-            course, reads = torch.compiler.disable(_tried)(self, self.lpq_several, args, kwargs)  # type: ignore[no-untyped-call]
+            course, reads = _tried(self, self.lpq_several, args, kwargs)
             kind = self.lpq_calls[key] = KindOfCall(None if isinstance(course, str) else course, reads)
         return kind.course
 
@@ -294,11 +295,12 @@ class _ChildCall(NamedTuple):
         return BranchCall(self.child.name, args, kwargs, bool(self.child.beside))
 
 
+@outside_graphs  # a compiler that leaves the layer eager would trace it
 def _tried(
     layer: nn.Module, several: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Course | str, tuple[Read, ...]]:
     """Return what a layer does with such arguments, the first of which is the stream, or why that is something else;
-    and the attributes by which it decides that. A compiler that leaves the layer eager must not trace this."""
+    and the attributes by which it decides that."""
     with aside():
         course, reads = _run(layer, several, args, kwargs, None)
         if several and not isinstance(course, str):  # whatever else its children return
