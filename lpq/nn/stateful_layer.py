@@ -204,10 +204,11 @@ class StatefulLayer(nn.Module):
     def watch_fresh(self) -> None:
         """Have steps of optimizers end the time in which this layer has fresh states, if it has. No pass does so, as
         compiled code may be another layer's."""
-        if self.passes.fresh:
-            if self.model.fresh is None:
-                self.model.fresh = FreshStates()
-            self.model.fresh.add(self)
+        if not self.passes.fresh:
+            return
+        if self.model.fresh is None:
+            self.model.fresh = FreshStates()
+        self.model.fresh.add(self)
 
     def decide_fresh(self) -> None:
         """Find out which states are fresh: others may have filled them."""
@@ -246,26 +247,25 @@ class StatefulLayer(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         self.own_buffers()
+        for name, memory in self.memories().items():
+            value = state_dict.pop(prefix + name, None)
+            if value is not None and value.shape == memory.shape:  # not another recipe's, of more steps or fewer
+                stays = type(value) is type(memory) and value.device == memory.device  # a backward may yet move it
+                state_dict[prefix + name] = memory.copy_(value) if stays else value.to(memory.dtype)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        missing, unexpected = args[2:4]
         memories = {prefix + name: memory for name, memory in self.memories().items()}
         # A file of other layers alone, such as another shard or adapters, leaves what this one remembers.
         named = any(key.startswith(prefix) and key not in memories for key in state_dict)
-        for begin in (f"{prefix}{owner}_" for owner in self.owners):
-            keys = [key for key in state_dict if key.startswith(begin) and "." not in key[len(prefix) :]]
-            saved = {k: state_dict.pop(k) for k in keys if k in memories or not hasattr(self, k[len(prefix) :])}
-            shapes = {key: memory.shape for key, memory in memories.items() if key.startswith(begin)}
-            own = {key: value.shape for key, value in saved.items()} == shapes  # and not another recipe's
-            for key, value in saved.items() if own else ():
-                memory = memories[key]
-                stays = type(value) is type(memory) and value.device == memory.device  # a backward may yet move it
-                state_dict[key] = memory.copy_(value) if stays else value.to(memory.dtype)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        for key in memories.keys() & args[2]:
-            args[2].remove(key)
+        for key in memories.keys() & missing:
+            missing.remove(key)
             if named:
                 name, memory, device = key[len(prefix) :], memories[key], next(self.parameters()).device
                 setattr(self, name, torch.zeros_like(memory, device=device) if memory.is_meta else memory.zero_())
         self.passes.forget()
         self.decide_fresh()
+        others = tuple(f"{prefix}{owner}_" for owner in self.owners)
+        unexpected[:] = [k for k in unexpected if not k.startswith(others) or "." in k[len(prefix) :]]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self.own_buffers()

@@ -125,32 +125,6 @@ def test_a_layer_of_meta_remembers_where_its_weight_is_put() -> None:
     assert module.x_amax_history[0] == x.abs().max()
 
 
-STATIC = "x=fp8(static=true), w=fp8(static=true), dy=fp8(dtype=e5m2)"
-SHORTER = "x=fp8(scaling=delayed, history=4), w=fp8(scaling=delayed, history=4), dy=fp8(scaling=delayed)"
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded"), [("fp8-delayed", STATIC), (STATIC, "fp8-delayed"), ("fp8-delayed", SHORTER)]
-)
-def test_the_state_of_another_recipe_is_dropped_as_a_whole(saved: str, loaded: str) -> None:
-    """``x_amax`` has one name and shape in all of them: a static recipe took the last step's for its own, and ran."""
-    source, x = converted(saved, 48, 32)[0], torch.randn(8, 48)
-    for memory in source.memories().values():
-        memory.fill_(3.0)
-    module = converted(loaded, 48, 32)[0]
-    module.register_buffer("x_mean", torch.zeros(3))
-    module.load_state_dict({**source.state_dict(), "x_mean": torch.ones(3)})
-    same = {name for name in module.memories() if name.startswith("dy_") and saved != STATIC and loaded != STATIC}
-    assert {name for name, memory in module.memories().items() if memory.any()} == same
-    assert torch.equal(module.weight, source.weight)
-    assert torch.equal(module.x_mean, torch.ones(3)), "it is no state of a quantizer"
-    if loaded == STATIC:
-        with pytest.raises(RuntimeError, match=r"its recipe is static, and x_amax is 0\.0"):
-            module(x)
-        module.load_state_dict(module.state_dict() | {"x_amax": torch.tensor(3.0), "w_amax": torch.tensor(3.0)})
-        assert module(x).isfinite().all(), "its own state is taken"
-
-
 LATER = {"rules": [{"match": "*", "recipe": "mxfp8", "until": 2}, {"match": "*", "recipe": "fp8-delayed"}]}
 
 
