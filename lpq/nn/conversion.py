@@ -35,8 +35,6 @@ from lpq.registry.errors import suggestion
 from lpq.registry.warning import warn
 
 RECORD = "lpq_conversion"
-ADDED = "it was not in what lpq.convert was given"
-"""The note of a module that was added later, or lies beside the part of a model that was converted."""
 BEFORE = "lpq_before"
 """An attribute of modules that are no layers: the attributes that ``convert`` changed, as they were."""
 
@@ -309,13 +307,11 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
     inside = tuple(f"{entry.name}.".lstrip(".") for entry in converted)
     converted += tuple(given(entry) for entry in _built(model) if not f"{entry.name}.".startswith(inside))
     kept = {name for name, m in modules.items() if _is_made(m) and not _given_since(m).endswith("left alone")}
-    share = coverage(model, {entry.name for entry in converted if entry.name in kept} - idle)
-    left = [given(entry) for part, c in parts.items() for entry in named(part, c.report.left) if entry.name in modules]
-    known = {entry.name for entry in (*converted, *left)}
-    added = {part.module: part.kind for part in share.left if parts and part.module not in known}
     return Report(
         converted=converted,
-        left=(*left, *(Entry(name, kind, ADDED) for name, kind in added.items())),
+        left=tuple(
+            given(entry) for part, c in parts.items() for entry in named(part, c.report.left) if entry.name in modules
+        ),
         unmatched=tuple(pattern for c in parts.values() for pattern in c.report.unmatched),
         unreached=tuple(number for c in parts.values() for number in c.report.unreached),
         misplaced=tuple(rule for c in parts.values() for rule in c.report.misplaced),
@@ -326,7 +322,7 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
         apart=apart,
         uncalled=tuple(entry.name for entry in converted if entry.name in idle),
         read=tuple(entry.name for entry in converted if entry.name in past),
-        coverage=share,
+        coverage=coverage(model, {entry.name for entry in converted if entry.name in kept} - idle),
         full=full,
     )
 

@@ -102,21 +102,6 @@ def test_what_has_adapters_since_is_converted_and_they_are_not() -> None:
     assert lpq.report(model).coverage.converted == 1024
 
 
-def test_what_was_added_since_has_a_line() -> None:
-    """It was in the first line alone."""
-    model = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8")
-    model.append(nn.Linear(64, 64))
-    model.append(nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32)))
-    report = lpq.report(model)
-    assert [(entry.name, entry.kind) for entry in report.left] == [("1", "Linear"), ("2.0", "Linear")]
-    assert "1 converted, 2 left alone" in str(report)
-    assert "left alone  1 (Linear), 2.0 (Linear): it was not in what lpq.convert was given" in str(report)
-    part = nn.Sequential(lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8"), nn.Linear(64, 32))
-    assert [(entry.name, entry.note) for entry in lpq.report(part).left] == [
-        ("1", "it was not in what lpq.convert was given")
-    ]
-
-
 def test_a_large_part_that_its_class_leaves_is_warned_of() -> None:
     model = nn.ModuleDict({"experts": Experts(), "a": nn.Linear(32, 32)})
     (words,) = said(model, "mxfp8")
