@@ -49,9 +49,9 @@ class MeanSplitLinear(Linear):
         weight = self.weight
         if (why := self._why_not(input, weight)) is not None:
             raise ValueError(f"{self.title}: mean_split cannot split the mean off: {why}")
-        if not input.numel():
-            return super().forward(input)  # no token has no mean
-        mean = input.detach().reshape(-1, input.shape[-1]).mean(0, dtype=torch.float32).to(input.dtype)
+        tokens = input.detach().reshape(-1, input.shape[-1])
+        count = torch.sym_max(tokens.shape[0], 1)  # the mean of no token is 0
+        mean = (tokens.sum(0, dtype=torch.float32) / count).to(input.dtype)
         y = super().forward(input - mean)
         return y + nn.functional.linear(mean.to(weight.dtype), weight).to(y.dtype)
 
