@@ -9,6 +9,9 @@ import torch
 from lpq.formats.format import Quantizer
 from lpq.kernels.table import optional
 
+ALIGNMENT = 16
+"""The bytes of the widest access to memory. Rows are read so if their columns are a multiple of it, too."""
+
 
 class StoredTile(NamedTuple):
     """How a format's codes and scales become values of a tile, and values codes and scales. Both buffers are row-major,

@@ -14,13 +14,11 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from lpq.formats import Quantizer
-from lpq.operations.stored_tile import StoredTile, stored_tile
+from lpq.operations.stored_tile import ALIGNMENT, StoredTile, stored_tile
 from lpq.optim.rounding import LeastKept, root_of
 from lpq.tensor import QuantizedTensor
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
-ALIGNMENT = 16
-"""The bytes of the widest access to memory. Columns are a multiple of it where rows are read so."""
 
 
 class Numbers(NamedTuple):
@@ -95,7 +93,7 @@ class Work(NamedTuple):
     buffers: list[Tensor]
     """Codes and scales of both moments."""
     kind: tuple[Hashable, ...]
-    """What is the same of all parameters that a launch steps."""
+    """The same for all parameters of a launch."""
 
     @staticmethod
     def of(p: Tensor, gradient: Tensor, m: QuantizedTensor, root: QuantizedTensor) -> Work:

@@ -19,8 +19,7 @@ from lpq.kernels.host_to_device import on_device
 from lpq.kernels.triton import launch
 from lpq.kernels.triton.numbers import value_of, widen
 from lpq.kernels.triton.tiles import block_amax, load_tile, place_of_tile, spread, store_values
-from lpq.operations.stored_tile import StoredTile
-from lpq.optim.adamw import ALIGNMENT
+from lpq.operations.stored_tile import ALIGNMENT, StoredTile
 
 ELEMENTS = 2048
 """The elements of a tile."""

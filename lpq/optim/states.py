@@ -151,7 +151,7 @@ class QuantizedStates(Wrapper):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step the small parameters together, then those of AdamW's own step, then each of the others alone."""
+        """Step the small parameters together, then the ones of AdamW's own step, then each other one alone."""
         if any(step_hooks(self.optimizer)):
             kind = type(self.optimizer).__name__
             raise TypeError(
