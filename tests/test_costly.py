@@ -113,6 +113,7 @@ def test_one_that_is_not_marked_cannot_start_any(what: str) -> None:
 
 def test_a_plot_may_ask_for_fonts() -> None:
     """matplotlib does so once on a machine, in whichever test draws the first plot there."""
+    assert costly.current  # so a process of another program would be refused
     with contextlib.suppress(FileNotFoundError):
         getattr(subprocess, "check" + "_output")(["fc-list", "--help"])
 

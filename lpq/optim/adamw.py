@@ -92,16 +92,13 @@ class Work(NamedTuple):
     root: QuantizedTensor
     buffers: list[Tensor]
     """Codes and scales of both moments."""
-    kind: tuple[Hashable, ...]
-    """The same for all parameters of a launch."""
 
-    @staticmethod
-    def of(p: Tensor, gradient: Tensor, m: QuantizedTensor, root: QuantizedTensor) -> Work:
-        buffers = m.buffers + root.buffers
-        aligned = not any(
-            number % ALIGNMENT for number in (p.shape[-1], *(t.data_ptr() for t in (p, gradient, *buffers)))
-        )
-        return Work(p, gradient, m, root, buffers, (p.device, p.dtype, gradient.dtype, aligned))
+    def kind(self) -> tuple[Hashable, ...]:
+        """The same for all parameters of a launch."""
+        p, gradient = self.p, self.gradient
+        addresses = [tensor.data_ptr() for tensor in (p, gradient, *self.buffers)]
+        aligned = not any(number % ALIGNMENT for number in (p.shape[-1], *addresses))
+        return p.device, p.dtype, gradient.dtype, aligned
 
     def is_contiguous(self) -> bool:
         """Whether a kernel can write what is written."""

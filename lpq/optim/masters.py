@@ -280,7 +280,7 @@ class MasterWeights(Wrapper):
         group, copies = self.param_groups[-1], self._copies.copy()
         try:
             self.optimizer.add_param_group({**group, "params": [self._copy_of(p) for p in group["params"]]})
-        except Exception:
+        except BaseException:
             self.param_groups.pop()
             self._copies, self._rounded = copies, self._rounded & copies.keys()
             raise

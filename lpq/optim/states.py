@@ -142,7 +142,7 @@ class QuantizedStates(Wrapper):
         try:
             forms = _forms(self.optimizer, {name: form.quantizer for name, form in self.forms.items()})
             self._check_placed([p for group in self.param_groups[before:] for p in group["params"]])
-        except Exception:
+        except BaseException:
             del self.param_groups[before:]
             raise
         self.forms = forms
@@ -184,7 +184,7 @@ class QuantizedStates(Wrapper):
         others: list[Member] = []
         again: list[Member] = []
         places: set[int] = set()
-        plain_groups = [id(group) for group in self.param_groups if adamw.is_plain(self.optimizer, group)]
+        plain_groups = {id(group) for group in self.param_groups if adamw.is_plain(self.optimizer, group)}
         tiles = cache(partial(adamw.tiles, first.quantizer, second.quantizer, second.least))
         numbers: dict[tuple[int, float], adamw.Numbers] = {}
         launches: dict[Launch, list[tuple[Tensor, adamw.Work]]] = {}
@@ -194,17 +194,17 @@ class QuantizedStates(Wrapper):
             if work is None:
                 others.append((group, p))
                 continue
-            if work.p.data_ptr() in places and work.p.numel():
-                again.append((group, p))  # given twice, it takes two steps, one after the other
-                continue
-            places.add(work.p.data_ptr())
             key = id(group), self.state[p]["step"].item() + 1
             n = numbers[key] = numbers.get(key) or adamw.Numbers.of(group, key[1])
             found = tiles(work.p.device)
             if found is None or not work.is_contiguous():
                 self._step_by_reference(p, work, n, first, second)
                 continue
-            launch = n, work.kind, None if work.gradient.is_contiguous() else id(p)
+            if (place := work.p.data_ptr()) in places and work.p.numel():
+                again.append((group, p))  # given twice, it takes two steps, one after the other
+                continue
+            places.add(place)
+            launch = n, work.kind(), None if work.gradient.is_contiguous() else id(p)
             launches.setdefault(launch, []).append((p, work))
             sizes[launch] += work.p.numel()
             if sizes[launch] >= TOGETHER:
@@ -242,7 +242,7 @@ class QuantizedStates(Wrapper):
         if m is None or root is None:
             return None
         state["step"] = state["step"].cpu()
-        return adamw.Work.of(plain(local_part(p)), local_part(cast("Tensor", p.grad)), m, root)
+        return adamw.Work(plain(local_part(p)), local_part(cast("Tensor", p.grad)), m, root, m.buffers + root.buffers)
 
     def _count(self, params: list[Tensor]) -> None:
         """Count a step of parameters that were stepped here."""

@@ -215,8 +215,8 @@ class Policy:
 
     @cached_property
     def _patterns(self) -> tuple[dict[str, list[int]], list[tuple[int, str, str]]]:
-        """The numbers of the rules by their patterns that are names, of which there may be one for each layer of a
-        model. And all other patterns: number, a part that stands for itself, and the pattern."""
+        """The numbers of the rules by their patterns that are names: a policy may have one for each layer of a model.
+        And all other patterns: number, a part that stands for itself, and the pattern."""
         names, others = dict[str, list[int]](), []
         for number, rule in enumerate(self.rules, 1):
             for pattern in rule.match:

@@ -116,9 +116,9 @@ def test_a_step_of_adamw_compiles_too(compiled: tuple[list[str], list[Any]]) -> 
         m, root = lpq.quantizer(first), lpq.quantizer("fp8(scaling=block, pow2=false)")
         formats = (importlib.import_module(f"lpq_{registry.format_of(type(q)).name}.triton") for q in (m, root))
         tiles = adamw.Tiles(*(f.stored_tile(q) for f, q in zip(formats, (m, root), strict=True)), 2.0**-18)
-        held = (q.quantize(p, col=False) for q in (m, root))
+        held = [q.quantize(p, col=False) for q in (m, root)]
         numbers = adamw.Numbers(1, 0.1, 0.9, 0.1, 1, 1e-8, 1e-3, maximize=True)
-        work = adamw.Work.of(p, p, *held)
+        work = adamw.Work(p, p, *held, [buffer for moment in held for buffer in moment.buffers])
         for works in ([work], [work, work]):
             adamw.step_kernel(works, numbers, tiles)
     assert len(found) == 4  # alone, and by a table

@@ -18,7 +18,7 @@ CALLS = 30
 
 
 def _stepped(count: int, launched: list[int], monkeypatch: pytest.MonkeyPatch) -> QuantizedStates:
-    """An optimizer of so many matrices, after steps that found a kernel."""
+    """An optimizer of ``count`` matrices, after a step for which there was a kernel."""
     params = [nn.Parameter(torch.ones(64, 128)) for _ in range(count)]
     optimizer = QuantizedStates(torch.optim.AdamW(params), **FORMATS)
     tiles = adamw.Tiles(*2 * [adamw.StoredTile(None, None, 0, 32)], 0.0)
@@ -61,6 +61,16 @@ def test_a_parameter_that_is_given_twice_takes_two_steps(monkeypatch: pytest.Mon
     optimizer.step()
     assert launched == [3, 3, 1]
     assert [int(optimizer.state[p]["step"]) for p in params[:3]] == [3, 2, 2]
+
+
+def test_parameters_without_an_address_are_stepped_one_by_one() -> None:
+    """On a device without memory, as in estimates, all have the address 0."""
+    params = [nn.Parameter(torch.ones(64, 128, device="meta")) for _ in range(1100)]
+    optimizer = QuantizedStates(torch.optim.AdamW(params), **FORMATS)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert [int(optimizer.state[p]["step"]) for p in params] == [1] * 1100
 
 
 def test_a_launch_that_fails_leaves_what_the_others_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
