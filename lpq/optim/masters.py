@@ -96,8 +96,14 @@ class MasterWeights(Wrapper):
         self._due: set[Tensor] = set()
         """The weights to encode from their masters. Weights of a step that raised remain for the next step."""
         self._shared = [dict(group) for group in self.param_groups]
-        for group in optimizer.param_groups:
-            group["params"] = [self._copy_of(p) for p in group["params"]]
+        params = [[self._copy_of(p) for p in group["params"]] for group in optimizer.param_groups]
+        for group, updated in zip(optimizer.param_groups, params, strict=True):  # once nothing can be refused
+            group["params"] = updated
+        for weight in [weight for weight in self._copies if weight in optimizer.state]:
+            optimizer.state[self._copies[weight]] = {
+                name: value.float() if isinstance(value, Tensor) else value
+                for name, value in optimizer.state.pop(weight).items()
+            }
         if not self._copies:
             warn(
                 "MasterWeights has nothing to do: none of the optimizer's weights is stored quantized. "
@@ -131,7 +137,6 @@ class MasterWeights(Wrapper):
                 "once"
             )
         attach(weight)
-        state = self.optimizer.state.pop(weight, None)
         with torch.no_grad():
             without_memory = torch.full((), torch.nan, dtype=torch.float32, device=stored.device).expand(stored.shape)
             copy = _decoded(stored) if self.keep else without_memory
@@ -142,10 +147,6 @@ class MasterWeights(Wrapper):
         layer = stored.owner() if stored.owner is not None else None
         if self.keep and layer is not None and layer.gather is not None and layer.gather.rounded:
             self._rounded.add(weight)
-        if state is not None:
-            self.optimizer.state[copy] = {
-                name: value.float() if isinstance(value, Tensor) else value for name, value in state.items()
-            }
         return copy.requires_grad_(weight.requires_grad)
 
     @torch.no_grad()

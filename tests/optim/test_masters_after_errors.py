@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.comparing import copy_bytes, equal
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, Adagrad
 
 import lpq
 from lpq.core import QuantizedTensor
@@ -233,3 +233,24 @@ def test_a_group_that_is_refused_is_in_neither_optimizer(refuses: str) -> None:
     optimizer.step()
     assert _same(_bytes(weights), before) == [False, False, True]
     assert _same(_bytes(weights), _of_masters(optimizer))[:2] == [True, True]
+
+
+def test_an_optimizer_that_is_refused_at_a_later_group_stays_as_it_was() -> None:
+    """Its earlier groups held copies then, which a step would have trained in place of the weights."""
+    weights, _ = _made()
+    with pytest.warns(UserWarning, match="duplicate"):
+        inner = Adagrad([{"params": weights[:1]}, {"params": [weights[1]] * 2}], lr=1.0)
+    with pytest.warns(UserWarning, match="duplicate"), pytest.raises(ValueError, match=r"stands in .* twice"):
+        MasterWeights(inner)
+    assert [[id(p) for p in group["params"]] for group in inner.param_groups] == [
+        [id(weights[0])],
+        [id(weights[1])] * 2,
+    ]
+    assert {id(p) for p in inner.state} == {id(weight) for weight in weights[:2]}
+    inner.param_groups[1]["params"].pop()
+    optimizer = MasterWeights(inner)
+    assert len(optimizer.masters) == 2
+    assert {id(p) for p in inner.state} == {id(p) for p in optimizer.masters.values()}
+    before = _bytes(weights)
+    optimizer.step()
+    assert _same(_bytes(weights), before) == [False, False, True]
