@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +36,17 @@ OURS = {"residual", "with_sum"}
 """Arguments of ``EncodingNorm.forward``, by which layers of lpq call an adopted norm."""
 
 
-def norm_of(module: nn.Module) -> NormKind | None:
+class Found(NamedTuple):
+    """How a module computes a norm, and the attributes by which it does."""
+
+    norm: NormKind
+    reads: tuple[Read, ...]
+
+
+def norm_of(module: nn.Module) -> Found | None:
     """Return how a module computes; None if it is no norm that lpq knows."""
     if isinstance(module, EncodingNorm):
-        return module.norm
+        return Found(module.norm, module.lpq_reads)
     parameters = module._parameters
     weight, bias = parameters.get("weight"), parameters.get("bias")
     own = [p for p in parameters.values() if p is not None]
@@ -51,7 +58,7 @@ def norm_of(module: nn.Module) -> NormKind | None:
         return None
     if _may_take_ours(module):
         return None
-    return next((norm for norm in _kinds(module, bias is not None) if _tried(module, norm) is not None), None)
+    return _tried(module, [*_kinds(module, bias is not None)])
 
 
 def lost_by(norm: nn.Module) -> list[str]:
@@ -70,16 +77,15 @@ def _may_take_ours(module: nn.Module) -> bool:
 
 def adopt(
     module: nn.Module,
-    norm: NormKind,
+    found: Found,
     consumers: tuple[Layer, ...],
     places: tuple[Place, ...] = (),
     serves_others: bool = False,
 ) -> None:
     """Have this very module encode its output for these layers: parameters, hooks and references to it stay."""
     if not isinstance(module, EncodingNorm):
-        reads = _tried(module, norm)
         extend(module, AdoptedNorm)
-        vars(module).update(lpq_norm=norm, lpq_reads=reads or ())
+        vars(module).update(lpq_norm=found.norm, lpq_reads=found.reads)
     assert isinstance(module, EncodingNorm)
     module.consumers, module.places, module.serves_others = consumers, places, serves_others
 
@@ -113,8 +119,8 @@ def _kinds(module: nn.Module, biased: bool) -> Iterator[NormKind]:
             yield from (NormKind(eps), NormKind(eps, rounds=True), NormKind(eps, offset=True))
 
 
-def _tried(module: nn.Module, norm: NormKind) -> tuple[Read, ...] | None:
-    """The attributes by which a module computes this norm, and its gradients; None if it computes something else."""
+def _tried(module: nn.Module, kinds: Sequence[NormKind]) -> Found | None:
+    """The first of these norms that a module computes, and its gradients; None if it computes something else."""
     names = [name for name, p in module._parameters.items() if p is not None]
     weight: Any = module._parameters["weight"]
     cols, trial = weight.shape[0], _Asking(grads=True)
@@ -140,14 +146,15 @@ def _tried(module: nn.Module, norm: NormKind) -> tuple[Read, ...] | None:
                 values = {name: drawn(cols).mul(SIZES[-1] if casts else 1).to(dtype) for name in names}
                 with torch.autocast("cpu", torch.bfloat16, enabled=casts):
                     computed = _computed(run, x, dy, values)
-                if trial.asks or not all(map(_same, computed, _computed(norm.compute, x, dy, values))):
+                kinds = [k for k in kinds if all(map(_same, computed, _computed(k.compute, x, dy, values)))]
+                if trial.asks or not kinds:
                     return None
     except Exception:  # other code's, which may raise anything on such an input
         return None
     like._parameters = own
     if trial.drew or trial.wrote():
         return None
-    return tuple(attribute for attribute in trial.of() if attribute.name not in names)
+    return Found(kinds[0], tuple(attribute for attribute in trial.of() if attribute.name not in names))
 
 
 class _Asking(Trial):

@@ -6,6 +6,7 @@ layer notes that it was given the output of a norm, and a mode notes every other
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from lpq.nn.adopted_norms import lost_by, norm_of
+from lpq.nn.adopted_norms import Found, lost_by
 from lpq.nn.extended import class_before
 from lpq.nn.grouped_linear import GroupedLayer
 from lpq.nn.linear import Layer
@@ -50,9 +51,13 @@ class Followers(NamedTuple):
     """Whether something else takes it, too."""
 
 
-def followers(block: nn.Module) -> dict[str, Followers | str]:
+def followers(block: nn.Module, known: Callable[[nn.Module], Found | None]) -> dict[str, Followers | str]:
     """For each norm of a block itself, by its name, the layers that take its output; or why its output is not to be
-    encoded. A block that holds others, or embeds tokens, has none."""
+    encoded. A block that holds others, or embeds tokens, has none.
+
+    Args:
+        known: ``norm_of``, which keeps what it finds: each norm is asked about several times
+    """
     inside = [m for m in block.modules() if m is not block]
     if any(isinstance(m, nn.Embedding | nn.ModuleList) and not isinstance(m, ParametrizationList) for m in inside):
         return {}
@@ -61,14 +66,14 @@ def followers(block: nn.Module) -> dict[str, Followers | str]:
     norms = {
         name: m for name, m, w in children if not (w is None or is_lazy(w)) and w.shape[-1:] and w.shape[-1] in widths
     }
-    norms = {name: m for name, m in norms.items() if norm_of(m) is not None}
+    norms = {name: m for name, m in norms.items() if known(m) is not None}
     if not norms or "forward" in vars(block):
         return dict.fromkeys(norms, REPLACED)
     with aside():
         inputs = _inputs(block, next(iter(norms.values())))
     needs = _needs(block)
     for x, beside in inputs:
-        uses = _Uses(block, device=x.device)
+        uses = _Uses(block, known, device=x.device)
         try:
             like = uses.copy(block, uses.stand_for)
             with uses:
@@ -130,8 +135,9 @@ def _inputs(block: nn.Module, norm: nn.Module) -> list[tuple[Tensor, dict[str, A
 class _Uses(Trial):
     """The tensors that layers were given, and those that anything else was given."""
 
-    def __init__(self, block: nn.Module, device: torch.device) -> None:
+    def __init__(self, block: nn.Module, known: Callable[[nn.Module], Found | None], device: torch.device) -> None:
         super().__init__(device=device)
+        self.known = known
         self.places = {place[-1][:2]: place for place in places_in(block)}
         self.takes: list[tuple[Place, Tensor]] = []
         self.others: dict[int, Tensor] = {}
@@ -147,7 +153,7 @@ class _Uses(Trial):
             return _Experts(self)
         if isinstance(child, nn.Linear | Layer):
             return _Linear(self.places[parent, name], child, self)
-        return None if norm_of(child) is None else _Norm(child)
+        return None if self.known(child) is None else _Norm(child)
 
     def note(self, values: Any) -> None:
         self.others.update({id(value): value for value in tree_leaves(values) if isinstance(value, Tensor)})

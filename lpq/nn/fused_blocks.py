@@ -8,6 +8,7 @@ and returns what the last returns, or a dropout of it, ``mlp`` may stand for it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import cache
 from inspect import signature
 from itertools import permutations
 from typing import Any, NamedTuple
@@ -145,16 +146,18 @@ def fuse(model: Model) -> Model:
             if isinstance(parts, BlockParts):
                 extend(module, FusedBlock)
                 module.__dict__["lpq_parts"] = parts
+        known = cache(norm_of)
         for module in list(model.modules()):
-            for name, result in followers(module).items():
+            for name, result in followers(module, known).items():
                 norm = unwrapped(module.get_submodule(name))
                 if isinstance(norm, EncodingNorm) and norm.consumers:
                     if not norm.places or "forward" in vars(norm):
                         continue  # its author has named the layers, or the forward that calls ours would lose it
                     release(norm)
-                if not isinstance(result, str) and (kind := norm_of(norm)) is not None:
+                    known.cache_clear()
+                if not isinstance(result, str) and (found := known(norm)) is not None:
                     layers = tuple(place[-1][2] for place in result.places)
-                    adopt(norm, kind, layers, *result)  # type: ignore[arg-type]
+                    adopt(norm, found, layers, *result)  # type: ignore[arg-type]
             extend_residual(module)
     return model
 
@@ -298,6 +301,7 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
     gathered = _gathered(model)
     why: dict[int, str] = {}
     """The reasons of norms, which the block around them knows."""
+    known = cache(norm_of)
     for own_name, module in model.named_modules():
         name = plain_name(own_name)
         if FUSED in vars(module):
@@ -319,7 +323,7 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
         elif (parts := find_parts(module)) is not None:
             yield name, module, parts if isinstance(parts, str) else SINCE
         else:
-            for own, result in followers(module).items():
+            for own, result in followers(module, known).items():
                 why[id(unwrapped(module.get_submodule(own)))] = result if isinstance(result, str) else SINCE
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lpq
 from lpq.core import QuantizedTensor
-from lpq.nn.adopted_norms import adopt, norm_of, release
+from lpq.nn.adopted_norms import TRIED, adopt, norm_of, release
 from lpq.operations.norms import NormKind, norm_source
 
 DIM = 64
@@ -64,19 +64,24 @@ KINDS: dict[Any, NormKind | None] = {
 }  # fmt: skip
 
 
+def kind_of(module: nn.Module) -> NormKind | None:
+    found = norm_of(module)
+    return None if found is None else found.norm
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_norm_is_known_by_what_it_computes(kind: Any) -> None:
     module = kind()
     expected = KINDS[kind]
-    assert norm_of(module) == expected
-    assert norm_of(module.to("meta").bfloat16()) == expected
+    assert kind_of(module) == expected
+    assert kind_of(module.to("meta").bfloat16()) == expected
     assert torch.is_grad_enabled()
 
 
 def test_modules_of_torch() -> None:
-    assert norm_of(nn.RMSNorm(DIM)) == NormKind(None)
-    assert norm_of(nn.RMSNorm(DIM, eps=1e-6)) == NormKind(1e-6)
-    assert norm_of(nn.LayerNorm(DIM)) == norm_of(nn.LayerNorm(DIM, bias=False)) == NormKind(1e-5, centers=True)
+    assert kind_of(nn.RMSNorm(DIM)) == NormKind(None)
+    assert kind_of(nn.RMSNorm(DIM, eps=1e-6)) == NormKind(1e-6)
+    assert kind_of(nn.LayerNorm(DIM)) == kind_of(nn.LayerNorm(DIM, bias=False)) == NormKind(1e-5, centers=True)
     for other in (nn.Linear(4, 4), nn.LayerNorm((4, 4)), nn.RMSNorm(DIM, elementwise_affine=False), nn.BatchNorm1d(4)):
         assert norm_of(other) is None
     patched = nn.RMSNorm(DIM)
@@ -169,3 +174,35 @@ def test_its_source_computes_what_the_module_computes(norm: NormKind, dtype: tor
         assert torch.equal(norm_source(norm, True).compute(x.float(), *norm.rows(x), *given)[0].to(dtype), y)
     else:
         assert torch.equal(y, expected)
+
+
+RUNS: list[str] = []
+
+
+class Noted(Rms):
+    """A norm whose runs are noted where no trial looks."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        RUNS.append("norm")
+        return super().forward(hidden_states)
+
+
+class Layer(nn.Module):
+    """Attention with a norm of its own, and a norm before it."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm, self.inner, self.q = Noted(), inner or Layer(nn.Identity()), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.q(self.norm(x)))
+
+
+def test_fusing_tries_each_norm_once() -> None:
+    """It was tried for each block around it, for each kind of norms, and again to be adopted: ten times."""
+    model = lpq.convert(nn.Sequential(*(Layer() for _ in range(3))), "mxfp8", include="all")
+    for _ in range(2):
+        RUNS.clear()
+        lpq.fuse(model)
+        assert len(RUNS) == 6 * len(TRIED)
+        assert len(lpq.report(model).fused) == 6
