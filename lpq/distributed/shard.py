@@ -23,7 +23,14 @@ from lpq.tensor.rebuilt import set_attributes
 from lpq.torch_private.dtensor import dtensor_as
 from lpq.torch_private.operators import pin_memory, to_copy
 from lpq.torch_private.pytree import tree_map_only
-from lpq.torch_private.tensors import is_parameter, local_part, no_torch_function, version_of, wrapper_subclass
+from lpq.torch_private.tensors import (
+    is_parameter,
+    local_part,
+    local_parts,
+    no_torch_function,
+    version_of,
+    wrapper_subclass,
+)
 
 aten = torch.ops.aten
 COPIES = {
@@ -186,7 +193,14 @@ def plain_each(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 def touched(tensor: Tensor) -> None:
     """Count a write that went into a tensor's memory directly: everything derived from them is out of date."""
-    local = local_part(tensor)
-    if isinstance(local, WeightShard):
-        local.writes.count += 1
-    torch.autograd.graph.increment_version((tensor, local))
+    touched_each((tensor,))
+
+
+def touched_each(tensors: Iterable[Tensor]) -> None:
+    """``touched`` of each."""
+    tensors = [*tensors]
+    parts = local_parts(tensors)
+    for local in parts:
+        if isinstance(local, WeightShard):
+            local.writes.count += 1
+    torch.autograd.graph.increment_version(tensors + parts)

@@ -6,7 +6,10 @@ device. A kernel reads and writes the moments tile by tile; the reference decode
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial, reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +22,9 @@ from lpq.optim.rounding import LeastKept, root_of
 from lpq.tensor import QuantizedTensor
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
+TOGETHER = 1 << 25
+"""The elements with which a launch does not wait for more parameters: a GPU takes longer for them than the host for
+the next ones."""
 
 
 class Numbers(NamedTuple):
@@ -86,30 +92,101 @@ def tiles(first: Quantizer, second: Quantizer, least: LeastKept | None, device: 
 class Work(NamedTuple):
     """A parameter, and what its step reads and writes beside it."""
 
+    parameter: Tensor
+    """As the optimizer has it."""
+    steps: Tensor
+    """How often it was stepped."""
     p: Tensor
+    """The part that lies here."""
     gradient: Tensor
     m: QuantizedTensor
     root: QuantizedTensor
     buffers: list[Tensor]
     """Codes and scales of both moments."""
 
-    def kind(self) -> tuple[Hashable, ...]:
-        """The same for all parameters of a launch."""
-        p, gradient = self.p, self.gradient
-        addresses = [tensor.data_ptr() for tensor in (p, gradient, *self.buffers)]
-        aligned = not any(number % ALIGNMENT for number in (p.shape[-1], *addresses))
-        return p.device, p.dtype, gradient.dtype, aligned
-
     def is_contiguous(self) -> bool:
         """Whether a kernel can write what is written."""
-        return self.p.is_contiguous() and all(buffer.is_contiguous() for buffer in self.buffers)
+        return all(map(Tensor.is_contiguous, (self.p, *self.buffers)))
 
 
-def step_kernel(works: Sequence[Work], n: Numbers, tiles: Tiles) -> None:
-    """Step parameters of a kind and encode their moments, in one launch."""
+@dataclass(slots=True)
+class StepLaunch:
+    """Parameters of a kind that one launch steps, all with the same numbers."""
+
+    numbers: Numbers
+    tiles: Tiles
+    aligned: bool
+    """Whether all addresses, and the columns, are multiples of ``ALIGNMENT``."""
+    works: list[Work] = field(default_factory=list)
+    entries: list[tuple[int, ...]] = field(default_factory=list)
+    """The addresses of each parameter, its gradient and its buffers, and its rows and columns."""
+    size: int = 0
+    """The elements of all parameters."""
+
+
+class StepLaunches:
+    """The launches that step parameters, whose gradients are copied where a kernel cannot read them as they lie.
+
+    Args:
+        first: The format of the first moment.
+        second: The format of the root of the second moment.
+        least: The least roots that the second format keeps.
+        stepped: It is called with the parameters of each launch, once they are stepped.
+    """
+
+    def __init__(
+        self, first: Quantizer, second: Quantizer, least: LeastKept | None, stepped: Callable[[list[Work]], None]
+    ) -> None:
+        self._tiles = cache(partial(tiles, first, second, least))
+        self._stepped = stepped
+        self._waiting: dict[Hashable, StepLaunch] = {}
+        self._places: set[int] = set()
+        """The addresses of all parameters so far."""
+
+    def tiles_for(self, work: Work) -> Tiles | None:
+        """The functions with which a kernel steps a parameter; None if there is no kernel that can."""
+        return self._tiles(work.p.device) if work.is_contiguous() else None
+
+    def add(self, work: Work, numbers: Numbers, tiles: Tiles) -> bool:
+        """Step a parameter, at once or together with others; False if it was given before: its next step comes when
+        this one is done."""
+        p, size, cols = work.p, work.p.numel(), work.p.shape[-1]
+        if size == 0:
+            self._stepped([work])
+            return True
+        if (place := p.data_ptr()) in self._places:
+            return False
+        self._places.add(place)
+        if alone := not work.gradient.is_contiguous():
+            work = work._replace(gradient=work.gradient.contiguous())
+        addresses = [tensor.data_ptr() for tensor in (p, work.gradient, *work.buffers)]
+        aligned = reduce(or_, addresses, cols) % ALIGNMENT == 0
+        kind = numbers, p.device, p.dtype, work.gradient.dtype, aligned, alone
+        launch = self._waiting.get(kind)
+        if launch is None:
+            launch = self._waiting[kind] = StepLaunch(numbers, tiles, aligned)
+        launch.works.append(work)
+        launch.entries.append((*addresses, size // cols, cols))
+        launch.size += size
+        if alone or launch.size >= TOGETHER:  # a copy of a gradient does not wait: only one is there at a time
+            self._step(self._waiting.pop(kind))
+        return True
+
+    def step(self) -> None:
+        """Step all parameters that wait."""
+        while self._waiting:
+            self._step(self._waiting.pop(next(iter(self._waiting))))
+
+    def _step(self, launch: StepLaunch) -> None:
+        step_kernel(launch)
+        self._stepped(launch.works)
+
+
+def step_kernel(launch: StepLaunch) -> None:
+    """Step the parameters of a launch, and encode their moments."""
     from lpq.optim.adamw_triton import launch_step
 
-    *numbers, maximize = n
-    each = [(w.p, w.gradient.contiguous(), *w.buffers) for w in works if w.p.numel()]
-    if each:
-        launch_step(each, numbers, bool(maximize), *tiles)
+    *numbers, maximize = launch.numbers
+    first = launch.works[0]
+    tensors = first.p, first.gradient, *first.buffers
+    launch_step(tensors, launch.entries, launch.aligned, numbers, maximize, *launch.tiles)

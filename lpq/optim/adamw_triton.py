@@ -90,13 +90,15 @@ def _step(
 
 
 def launch_step(
-    works: Sequence[Sequence[Tensor]], numbers: Sequence[float], maximize: bool,
-    first: StoredTile, second: StoredTile, share: float,
+    tensors: Sequence[Tensor], entries: Sequence[Sequence[int]], aligned: bool, numbers: Sequence[float],
+    maximize: bool, first: StoredTile, second: StoredTile, share: float,
 ) -> None:  # fmt: skip
-    """Step parameters of the same dtypes on one device, which are not empty.
+    """Step parameters of the same dtypes on one device.
 
     Args:
-        works: For each the parameter, its gradient, and codes and scales of the first moment and of the second.
+        tensors: The first parameter, its gradient, and codes and scales of its first moment and of its second.
+        entries: For each parameter the addresses of these tensors, and its rows and columns.
+        aligned: Whether all addresses and columns are multiples of ``ALIGNMENT``.
         numbers: The seven numbers of the kernel, in their order.
         maximize: Whether gradients are negated.
         first: The functions of the first moment.
@@ -106,19 +108,18 @@ def launch_step(
     wide = max(first.width, second.width, 128)
     high = max(ELEMENTS // wide, 1)
     table: list[int] = []
-    aligned, count, rows, cols = True, 0, 0, 0
-    for tensors in works:
-        p, pointers = tensors[0], [tensor.data_ptr() for tensor in tensors]
-        cols = p.shape[-1]
-        rows, across = p.numel() // cols, -(-cols // wide)
-        table += (*pointers, rows, cols, across, count)
-        aligned = aligned and not any(number % ALIGNMENT for number in (*pointers, cols))
+    count = 0
+    for entry in entries:
+        rows, cols = entry[-2:]
+        across = -(-cols // wide)
+        table += (*entry, across, count)
         count += across * -(-rows // high)
-    p, gradient, m_codes, m_scales, root_codes, root_scales = works[0]
-    one = len(works) == 1
+    p, gradient, m_codes, m_scales, root_codes, root_scales = tensors
+    one = len(entries) == 1
+    where = (*entries[0][-2:], None) if one else (None, None, on_device(table, torch.int64, p.device))
     launch(
         _step, count, p, gradient, m_codes.view(torch.uint8), m_scales, root_codes.view(torch.uint8), root_scales,
-        *((rows, cols, None) if one else (None, None, on_device(table, torch.int64, p.device))), len(works), *numbers,
+        *where, len(entries), *numbers,
         READ_M=first.read, WRITE_M=first.write, M=first.options,
         READ_ROOT=second.read, WRITE_ROOT=second.write, ROOT=second.options,
         SHARE=share, BLOCK=second.width, MAXIMIZE=maximize, ALIGNED=aligned and not one, HIGH=high, WIDE=wide,

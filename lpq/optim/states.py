@@ -11,20 +11,19 @@ A second moment, which divides the update, is stored as its root, under a name o
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lpq import registry
 from lpq.distributed.optimizer_steps import steps
-from lpq.distributed.shard import plain, touched
+from lpq.distributed.shard import plain, touched_each
 from lpq.distributed.shard_groups import attach
 from lpq.distributed.shardability import why_not_placed
 from lpq.formats import Quantizer
@@ -55,11 +54,6 @@ ROOT = "root"
 State = dict[str, Any]
 Member = tuple[dict[str, Any], Tensor]
 """A parameter, behind its group."""
-Launch = tuple[adamw.Numbers, tuple[Hashable, ...], int | None]
-"""The parameters that one launch steps: all of a kind with the same numbers, or one that has to be alone."""
-TOGETHER = 1 << 25
-"""The elements with which a launch does not wait for more parameters: a GPU takes longer for them than the host for
-the next ones."""
 
 
 class StateForm(NamedTuple):
@@ -159,11 +153,16 @@ class QuantizedStates(Wrapper):
                 "register them on the QuantizedStates"
             )
         loss = self.begin(closure, self._options)
-        groups = self.param_groups
-        large = {id(p) for p in self._params() if is_large(p.shape, self.least)}
-        alone = [(group, p) for group in groups for p in group["params"] if p.grad is not None and id(p) in large]
+        small: list[dict[str, Any]] = []
+        alone: list[Member] = []
+        for group in self.param_groups:
+            parts: tuple[list[Tensor], list[Tensor]] = [], []
+            for p in group["params"]:
+                parts[is_large(p.shape, self.least)].append(p)
+            small.append({**group, "params": parts[False]})
+            alone += [(group, p) for p in parts[True] if p.grad is not None]
         with steps().part(self.optimizer):
-            with self._only([{**g, "params": [p for p in g["params"] if id(p) not in large]} for g in groups]):
+            with self._only(small):
                 self.optimizer.step()
             for group, p in self._step_adamw(alone):
                 with self._only([{**group, "params": [p]}]), self._decoded(p):
@@ -175,62 +174,50 @@ class QuantizedStates(Wrapper):
 
     @outside_graphs  # a compiler takes groups for capturable ones, which AdamW itself would step
     def _step_adamw(self, alone: list[Member]) -> list[Member]:
-        """Step parameters as AdamW does, and return the others, which the wrapped optimizer must step. Where there is a
-        kernel, one launch steps many of them; a gradient that it cannot read as it lies is copied for one of its own.
-        """
+        """Step parameters as AdamW does, and return the others, which the wrapped optimizer must step."""
         first, second = self.forms.get(adamw.FIRST), self.forms.get(adamw.SECOND)
         if first is None or second is None:
             return alone
         others: list[Member] = []
         again: list[Member] = []
-        places: set[int] = set()
         plain_groups = {id(group) for group in self.param_groups if adamw.is_plain(self.optimizer, group)}
-        tiles = cache(partial(adamw.tiles, first.quantizer, second.quantizer, second.least))
         numbers: dict[tuple[int, float], adamw.Numbers] = {}
-        launches: dict[Launch, list[tuple[Tensor, adamw.Work]]] = {}
-        sizes: Counter[Launch] = Counter()
+        launches = adamw.StepLaunches(first.quantizer, second.quantizer, second.least, _count)
         for group, p in alone:
-            work = self._work(p, first, second) if id(group) in plain_groups and _is_plain(p) else None
+            work = self._work(p, first, second) if id(group) in plain_groups else None
             if work is None:
                 others.append((group, p))
                 continue
-            key = id(group), self.state[p]["step"].item() + 1
-            n = numbers[key] = numbers.get(key) or adamw.Numbers.of(group, key[1])
-            found = tiles(work.p.device)
-            if found is None or not work.is_contiguous():
-                self._step_by_reference(p, work, n, first, second)
-                continue
-            if (place := work.p.data_ptr()) in places and work.p.numel():
-                again.append((group, p))  # given twice, it takes two steps, one after the other
-                continue
-            places.add(place)
-            launch = n, work.kind(), None if work.gradient.is_contiguous() else id(p)
-            launches.setdefault(launch, []).append((p, work))
-            sizes[launch] += work.p.numel()
-            if sizes[launch] >= TOGETHER:
-                del sizes[launch]
-                self._step_by_kernel(launches.pop(launch), n, found)
-        for (n, _, _), members in launches.items():
-            self._step_by_kernel(members, n, cast("adamw.Tiles", tiles(members[0][1].p.device)))
+            key = id(group), work.steps.item() + 1
+            n = numbers.get(key)
+            if n is None:
+                n = numbers[key] = adamw.Numbers.of(group, key[1])
+            tiles = launches.tiles_for(work)
+            if tiles is None:
+                self._step_by_reference(work, n, first, second)
+            elif not launches.add(work, n, tiles):
+                again.append((group, p))
+        launches.step()
         return others + (self._step_adamw(again) if again else [])
 
-    def _step_by_kernel(self, members: list[tuple[Tensor, adamw.Work]], n: adamw.Numbers, tiles: adamw.Tiles) -> None:
-        adamw.step_kernel([work for _, work in members], n, tiles)
-        self._count([p for p, _ in members])
-
-    def _step_by_reference(
-        self, p: Tensor, work: adamw.Work, n: adamw.Numbers, first: StateForm, second: StateForm
-    ) -> None:
+    def _step_by_reference(self, work: adamw.Work, n: adamw.Numbers, first: StateForm, second: StateForm) -> None:
         for form in (first, second):
-            attach(self.state[p][form.key])  # states that were loaded or copied do not know the other shards yet
+            attach(self.state[work.parameter][form.key])  # loaded or copied, they do not know the other shards yet
         before = work.m.dequantize(torch.float32), work.root.dequantize(torch.float32)
         stepped, *after = adamw.step_reference(work.p, work.gradient, *before, n)
         write([work.m, work.root], [as_matrix(after[0]), _raised(as_matrix(after[1]), second, work.root)])
         work.p.copy_(stepped)
-        self._count([p])
+        _count([work])
 
     def _work(self, p: Tensor, first: StateForm, second: StateForm) -> adamw.Work | None:
-        """A parameter with its gradient and moments, which begin here; None if a moment is not stored."""
+        """A parameter with its gradient and moments, which begin here; None if a moment is not stored, or if they are
+        not ordinary matrices, or shards that are placed alike."""
+        gradient = cast("Tensor", p.grad)
+        if isinstance(p, DTensor) and (not isinstance(gradient, DTensor) or gradient.placements != p.placements):
+            return None
+        own, gradient = plain(local_part(p)), local_part(gradient)
+        if not (_is_ordinary(own) and _is_ordinary(gradient)):
+            return None
         state: State = self.state[p]
         if not state:
             if any(self._why_stays(form, p) is not None for form in (first, second)):
@@ -241,14 +228,9 @@ class QuantizedStates(Wrapper):
         m, root = _part(state.get(first.key)), _part(state.get(second.key))
         if m is None or root is None:
             return None
-        state["step"] = state["step"].cpu()
-        return adamw.Work(plain(local_part(p)), local_part(cast("Tensor", p.grad)), m, root, m.buffers + root.buffers)
-
-    def _count(self, params: list[Tensor]) -> None:
-        """Count a step of parameters that were stepped here."""
-        for p in params:
-            self.state[p]["step"] += 1
-            touched(p)
+        if not state["step"].is_cpu:
+            state["step"] = state["step"].cpu()
+        return adamw.Work(p, state["step"], own, gradient, m, root, m.buffers + root.buffers)
 
     def _check_placed(self, params: list[Tensor]) -> None:
         for p in params:
@@ -407,13 +389,20 @@ def _forms(optimizer: Optimizer, formats: dict[str, str | Quantizer]) -> dict[st
     return forms
 
 
-def _is_plain(p: Tensor) -> bool:
-    """Whether a parameter and its gradient are ordinary matrices, or shards that are placed alike."""
-    gradient = cast("Tensor", p.grad)
-    if isinstance(p, DTensor) and (not isinstance(gradient, DTensor) or gradient.placements != p.placements):
+def _is_ordinary(part: Tensor) -> bool:
+    """Whether this is a tensor of torch's own kind, in memory that a kernel reads."""
+    kind = type(part)
+    if kind is not Tensor and kind is not nn.Parameter and type(part.detach()) is not Tensor:
         return False
-    parts = plain(local_part(p)).detach(), local_part(gradient).detach()
-    return all(type(part) is Tensor and part.layout is torch.strided and part.dtype in DTYPES for part in parts)
+    return part.layout is torch.strided and part.dtype in DTYPES
+
+
+def _count(works: list[adamw.Work]) -> None:
+    """Count a step of parameters that were stepped here."""
+    one = torch.ones((), dtype=torch.float32, device="cpu")  # torch makes a number a tensor for each
+    for work in works:
+        work.steps.add_(one)
+    touched_each([work.parameter for work in works])
 
 
 def _part(state: object) -> QuantizedTensor | None:

@@ -178,7 +178,7 @@ class QuantizedTensor(Gathered, Tensor):
     @property
     def buffers(self) -> list[Tensor]:
         """The buffers of its operands."""
-        return [buffer for _, storage in self.operands for buffer in storage.tensors()]
+        return [buffer for storage in self.stored if storage is not None for buffer in storage.tensors()]
 
     @property
     def whose(self) -> str:

@@ -3,8 +3,6 @@ often something is done, and not its time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from imitated_gpu import calls_of
@@ -13,7 +11,7 @@ from torch import nn
 from lpq.optim import QuantizedStates, adamw, states
 
 FORMATS = {"exp_avg": "mxfp8", "exp_avg_sq": "fp8(scaling=block, pow2=false)"}
-CALLS = 30
+CALLS = 21
 """Python's calls for each parameter whose moments are stored."""
 
 
@@ -23,7 +21,7 @@ def _stepped(count: int, launched: list[int], monkeypatch: pytest.MonkeyPatch) -
     optimizer = QuantizedStates(torch.optim.AdamW(params), **FORMATS)
     tiles = adamw.Tiles(*2 * [adamw.StoredTile(None, None, 0, 32)], 0.0)
     monkeypatch.setattr(adamw, "tiles", lambda *_: tiles)
-    monkeypatch.setattr(adamw, "step_kernel", lambda works, *_: launched.append(len(works)))
+    monkeypatch.setattr(adamw, "step_kernel", lambda launch: launched.append(len(launch.works)))
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer.step()
@@ -47,7 +45,7 @@ def test_one_launch_steps_all_parameters_that_are_stepped_alike(monkeypatch: pyt
 def test_a_launch_does_not_wait_when_it_has_enough_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[int] = []
     optimizer = _stepped(5, launched, monkeypatch)
-    monkeypatch.setattr(states, "TOGETHER", 2 * 64 * 128)
+    monkeypatch.setattr(adamw, "TOGETHER", 2 * 64 * 128)
     optimizer.step()
     assert launched == [5, 2, 2, 1]
     assert {int(state["step"]) for state in optimizer.state.values()} == {2}
@@ -81,8 +79,8 @@ def test_a_launch_that_fails_leaves_what_the_others_stepped(monkeypatch: pytest.
     optimizer.add_param_group({"params": [half]})
     half.grad = torch.ones_like(half)
 
-    def launch(works: Sequence[adamw.Work], *_: object) -> None:
-        if works[0].p.dtype == torch.bfloat16:
+    def launch(given: adamw.StepLaunch) -> None:
+        if given.works[0].p.dtype == torch.bfloat16:
             raise MemoryError
 
     monkeypatch.setattr(adamw, "step_kernel", launch)
