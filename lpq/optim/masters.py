@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import compress
+from operator import is_, ne
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -29,7 +31,7 @@ from lpq.tensor.encode_writes import write
 from lpq.tensor.finite import Finite
 from lpq.torch_private.dtensor import dtensor_over
 from lpq.torch_private.optimizers import load_post_hooks, load_pre_hooks
-from lpq.torch_private.tensors import local_part, version_of
+from lpq.torch_private.tensors import local_part, local_parts, version_of
 
 MASTER = "master"
 """The name of a master in the optimizer's state."""
@@ -44,20 +46,21 @@ class _Seen(NamedTuple):
     """The counts that grow when a weight, or one of its buffers, is written to."""
 
     written: tuple[int, int, int]
-    buffers: list[tuple[Tensor, int]]
+    buffers: list[Tensor]
+    versions: list[int]
 
     @staticmethod
     def of(weight: Tensor) -> _Seen:
         """The counts of a weight as they are now."""
         stored = cast("QuantizedTensor", local_part(weight))
-        buffers = [(buffer, version_of(buffer)) for buffer in stored.buffers]
-        return _Seen((version_of(weight), version_of(stored), stored.write_count), buffers)
+        written, buffers = (version_of(weight), version_of(stored), stored.writes.count), stored.buffers
+        return _Seen(written, buffers, [*map(version_of, buffers)])
 
     def still(self, now: _Seen) -> bool:
         """Whether nothing was written since. A buffer that is another tensor now is not compared: ``model.to()`` makes
         new tensors even where it moves nothing."""
-        pairs = zip(self.buffers, now.buffers, strict=True)
-        return self.written == now.written and all(a is not b or count == then for (a, count), (b, then) in pairs)
+        differ = map(ne, self.versions, now.versions)
+        return self.written == now.written and not any(compress(map(is_, self.buffers, now.buffers), differ))
 
 
 class MasterWeights(Wrapper):
@@ -260,8 +263,8 @@ class MasterWeights(Wrapper):
     def _encode(self, beside: Reductions | None = None) -> None:
         """Encode the weights that are due."""
         due = [weight for weight in self._copies if weight in self._due]  # in the same order on all ranks
-        values = [local_part(self._copies[weight]).detach() for weight in due]
-        stored = [cast("QuantizedTensor", local_part(weight)) for weight in due]
+        values = [part.detach() for part in local_parts(self._copies[weight] for weight in due)]
+        stored = cast("list[QuantizedTensor]", local_parts(due))
         try:
             changed = None
             if not self.keep:  # a step of rate 0, as libraries take one before they load, is to leave no trace
@@ -307,10 +310,11 @@ class MasterWeights(Wrapper):
         """Show the wrapped optimizer's state of each parameter, the master beside it, and the options that changed."""
         self._share_options()
         self.state.clear()
+        masters = self.masters
         for weight, updated in self._pairs():
             state = dict(self.optimizer.state.get(updated, {}))
-            if weight in self.masters:
-                state[MASTER] = self.masters[weight]
+            if weight in masters:
+                state[MASTER] = masters[weight]
             if state:
                 self.state[weight] = state
 

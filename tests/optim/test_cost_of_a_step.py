@@ -1,5 +1,5 @@
-"""The cost to the host of steps over stored states, with a kernel that does nothing, and of wrapping an optimizer: how
-often something is done, and not its time."""
+"""The cost to the host of steps over stored states and over masters, with kernels that do nothing, and of wrapping an
+optimizer: how often something is done, and not its time."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import torch
 from imitated_gpu import calls_of
 from torch import nn
 
-from lpq.optim import QuantizedStates, adamw, states
+import lpq
+from lpq.optim import MasterWeights, QuantizedStates, adamw, masters, states
 
 FORMATS = {"exp_avg": "mxfp8", "exp_avg_sq": "fp8(scaling=block, pow2=false)"}
 CALLS = 21
 """Python's calls for each parameter whose moments are stored."""
+CALLS_OF_MASTERS = 17
+"""The same for each stored weight with a master."""
 
 
 def _stepped(count: int, launched: list[int], monkeypatch: pytest.MonkeyPatch) -> QuantizedStates:
@@ -102,6 +105,26 @@ def test_a_compiled_step_is_the_same_one(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_parameter_more_costs_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = (_stepped(count, [], monkeypatch) for count in (10, 20))
     assert calls_of(many.step) - calls_of(few.step) <= 10 * CALLS
+
+
+@pytest.mark.filterwarnings("ignore:masters begin with")
+def test_a_master_more_costs_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(count: int) -> MasterWeights:
+        layers = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(count)))
+        weights = [*lpq.convert(layers, "mxfp8", weights="quantized", include="all").parameters()]
+        optimizer = MasterWeights(torch.optim.SGD(weights))
+        for weight in weights:
+            weight.grad = torch.ones(weight.shape)
+        return optimizer
+
+    written: list[int] = []
+    monkeypatch.setattr(masters, "write", lambda stored, *_, **__: written.append(len(stored)))
+    optimizers = [made(count) for count in (10, 20)]
+    for optimizer in optimizers:
+        optimizer.step()  # the first one looks at both models
+    few, many = (calls_of(optimizer.step) for optimizer in optimizers)
+    assert written == [10, 20] * 2
+    assert many - few <= 10 * CALLS_OF_MASTERS
 
 
 def test_the_formats_are_tried_once_for_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
