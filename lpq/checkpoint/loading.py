@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader as dcp
 
-from lpq.checkpoint.agreeing import ALIKE, check_alike
 from lpq.checkpoint.argument_order import model_first
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.errors import CheckpointWarning
@@ -19,7 +18,7 @@ from lpq.checkpoint.info import Info, read
 from lpq.checkpoint.matching import Match, check_complete, match
 from lpq.checkpoint.model import PREFIX, Model, is_shared
 from lpq.checkpoint.optimizer import Loaded, Named, Optimizers, join, kind, master_name, optimizer_list, untrained
-from lpq.checkpoint.ranks import quiet
+from lpq.checkpoint.ranks import ALIKE, quiet
 from lpq.checkpoint.reading import CheckpointReader
 from lpq.files.disk import place
 from lpq.registry.showing import listed
@@ -60,7 +59,7 @@ def load(
     with ranks.error_context(f"{source} cannot be loaded"):
         # These are compared first, as reading takes long.
         kinds, meshes = ranks.each(lambda: ([*map(kind, optimizer_list(optimizer))], Model(model).meshes()))
-        check_alike(str(source), meshes, kinds, ranks)
+        ranks.check_alike(str(source), meshes, kinds)
     checkpoint = find(source, ranks)
     what = f"checkpoint {checkpoint.path} cannot be loaded"
     view = Model(model)

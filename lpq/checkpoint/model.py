@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as Replicas
 
-from lpq.checkpoint.agreeing import Meshes
 from lpq.checkpoint.description import Description, formats_of, origins
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, tensor_name
+from lpq.checkpoint.ranks import Meshes
 from lpq.checkpoint.tensors import described
 from lpq.nn import Layer
 from lpq.nn.conversion import Conversion, records

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver as dcp
 
-from lpq.checkpoint.agreeing import ALIKE, Meshes, check_alike
 from lpq.checkpoint.argument_order import model_first
 from lpq.checkpoint.background import Saving, destroy, failing, ranks_of, unheard
 from lpq.checkpoint.description import Description
@@ -21,7 +20,7 @@ from lpq.checkpoint.finding import REPLACED, step_name
 from lpq.checkpoint.info import pickled
 from lpq.checkpoint.model import PREFIX, Model, is_shared
 from lpq.checkpoint.optimizer import Named, Optimizers, optimizer_list, split
-from lpq.checkpoint.ranks import CheckpointRanks, quiet
+from lpq.checkpoint.ranks import ALIKE, CheckpointRanks, Meshes, quiet
 from lpq.checkpoint.tensors import parts
 from lpq.checkpoint.writing import CheckpointWriter
 from lpq.files.claim import Claim
@@ -161,7 +160,7 @@ def _prepare(
     for text in dict.fromkeys(text for failed in ranks.all(unheard) for text in failed):
         warn(f"{text} (nobody called Saving.wait)", CheckpointWarning)
     content = ranks.each(lambda: _collected(model, optimizer, step, extra, ranks))
-    check_alike(str(target.absolute()), content.meshes, content.optimizers, ranks)
+    ranks.check_alike(str(target.absolute()), content.meshes, content.optimizers)
     differ = "the ranks hold different layers, quantizers, recipes or steps, and a checkpoint describes one model"
     ranks.equal(content.description.lines(), differ, "Call lpq.set_step and lpq.checkpoint.save alike on all ranks")
     ranks.equal(content.shapes, "the ranks hold different tensors, and a checkpoint is of one model", ALIKE)

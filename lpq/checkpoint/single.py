@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lpq.checkpoint import pickles
-from lpq.checkpoint.agreeing import ALIKE, check_alike
 from lpq.checkpoint.argument_order import model_first
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.description import Description, check_fields
@@ -23,7 +22,7 @@ from lpq.checkpoint.errors import CheckpointError
 from lpq.checkpoint.info import Info, pickled
 from lpq.checkpoint.matching import Match, check_complete, match
 from lpq.checkpoint.model import PREFIX, Model, is_extra, is_shared
-from lpq.checkpoint.ranks import CheckpointRanks
+from lpq.checkpoint.ranks import ALIKE, CheckpointRanks
 from lpq.checkpoint.tensors import copy, decoded, described, parts, whole
 from lpq.files.claim import whole_file
 from lpq.files.disk import place
@@ -39,7 +38,7 @@ def write_file(
         target = ranks.each(lambda: _place(path))
     with ranks.error_context(f"nothing is exported to {target}"):
         as_one = f"{target.absolute()} in the layout lpq{', decoded' if decode else ''}"
-        check_alike(as_one, ranks.each(lambda: Model(model).meshes(ranks.many)), (), ranks)
+        ranks.check_alike(as_one, ranks.each(lambda: Model(model).meshes(ranks.many)), ())
         description, pieces, other = ranks.each(lambda: _collected(model, decode))
         ranks.equal(description.lines(), "the ranks hold different models, and the file is of one", ALIKE)
     complete: dict[str, Tensor] = {}
@@ -70,7 +69,7 @@ def import_file(model: nn.Module, path: str | Path, *, process_group: dist.Proce
     with ranks.error_context("nothing is imported"):
         source = ranks.each(lambda: place(path))
     with ranks.error_context(f"{source} cannot be imported"):
-        check_alike(str(source), ranks.each(lambda: Model(model).meshes()), (), ranks)
+        ranks.check_alike(str(source), ranks.each(lambda: Model(model).meshes()), ())
         view = Model(model)
         view.own_memories()
         description, tensors, other, result = ranks.each(lambda: _prepare(source, view, ranks))

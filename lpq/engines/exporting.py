@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lpq.checkpoint.agreeing import ALIKE, Meshes, check_alike
 from lpq.checkpoint.background import ranks_of
 from lpq.checkpoint.errors import CheckpointError, CheckpointWarning, tensor_name
 from lpq.checkpoint.model import Model, is_shared
-from lpq.checkpoint.ranks import CheckpointRanks
+from lpq.checkpoint.ranks import ALIKE, CheckpointRanks, Meshes
 from lpq.checkpoint.single import write_file
 from lpq.engines.config_files import DTYPE, as_json, base_of, configuration, small_files
 from lpq.engines.entries import FileEntry, is_quantized, shared_layers
@@ -274,7 +273,7 @@ def _check_ranks(model: nn.Module | str | Path, where: str, ranks: CheckpointRan
             )
         return Model(model).meshes(ranks.many) if isinstance(model, nn.Module) else Meshes()
 
-    check_alike(where, ranks.each(meshes), (), ranks)
+    ranks.check_alike(where, ranks.each(meshes), ())
 
 
 def _config(

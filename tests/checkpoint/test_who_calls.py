@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lpq
 from lpq import checkpoint
 from lpq.checkpoint import CheckpointError, CheckpointWarning, writing
-from lpq.checkpoint.agreeing import check_one_model
+from lpq.checkpoint.ranks import CheckpointRanks
 from lpq.distributed import meeting
 from lpq.registry.errors import LpqError
 
@@ -186,10 +186,10 @@ def test_ranks_have_one_model_if_its_tensors_join_them(meshes: Any, words: str |
     ranks: Any = SimpleNamespace(names=[0, 1, 2, 3])
     found = [frozenset(own) for own in meshes]
     if words is None:
-        check_one_model(found, ranks)
+        CheckpointRanks.check_one_model(ranks, found)
     else:
         with pytest.raises(CheckpointError, match=words):
-            check_one_model(found, ranks)
+            CheckpointRanks.check_one_model(ranks, found)
 
 
 def _models_of_their_own(folder: Path, make: Callable[[int], nn.Module], **group: Any) -> None:
