@@ -5,11 +5,11 @@ The entry-point name owns its namespace, and the longest that fits a name comes 
 
 from __future__ import annotations
 
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, Literal
 
-from lpq.registry import equality, plugin_faults
-from lpq.registry.errors import PluginError
+from lpq.registry import plugin_faults
+from lpq.registry.errors import PluginError, words
 from lpq.registry.layouts import Layout, Scheme
 from lpq.registry.loader import PluginInfo
 from lpq.registry.registry import cached, default
@@ -135,11 +135,38 @@ def quantizer_class(name: str) -> Any:
     if not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]  # a constant that has a hash
         cause = f"format {name} has quantizer={string!r}, which is a dataclass that is not frozen"
         raise _at_fault(plugin, cause, f"declare {cls.__qualname__} with @dataclass(frozen=True)")
-    if (fault := equality.fault(cls)) is not None:
+    if (fault := _equality_fault(cls)) is not None:
         cause = f"a quantizer of format {name}, {cls.__qualname__}, {fault}"
         remedy = "let the dataclass make __eq__ and __hash__ of all options, without eq=False and field(compare=False)"
         raise _at_fault(plugin, cause, remedy)
     return cls
+
+
+@cached
+def _equality_fault(cls: type) -> str | None:
+    """The mistake in ``==`` or ``hash`` of a quantizer class; None if they compare and hash the options, as plans,
+    compiled graphs and kernels are kept for equal quantizers. It is tried with quantizers whose options are bare
+    objects, which support ``==`` and ``hash`` alone.
+    """
+    same = {field.name: object() for field in fields(cls)}
+    try:
+        one, other = _with_options(cls, same), _with_options(cls, same)
+        if one != other or hash(one) != hash(other):
+            return "is not equal to a copy of itself"
+        for name in same:
+            if _with_options(cls, same) == _with_options(cls, same | {name: object()}):
+                return f"is equal to one with another {name}"
+    except Exception as error:
+        return f"compares by more than its options: == raised {words(error)}"
+    return None
+
+
+def _with_options(cls: type, options: dict[str, object]) -> Any:
+    """A quantizer with these options, which are not checked."""
+    quantizer: Any = object.__new__(cls)
+    for name, value in options.items():
+        object.__setattr__(quantizer, name, value)
+    return quantizer
 
 
 def storage_class(name: str) -> Any:
