@@ -33,10 +33,11 @@ from lpq.bench.speedups import (
     total,
 )
 from lpq.cli.doctor import Device
-from lpq.cli.kernels import check_environment, pick_device
+from lpq.cli.kernels import pick_device
 from lpq.cli.models import NAMED, Chosen, ModelError, alike, convert, layer_sizes, left_out, on_meta
 from lpq.cli.output import Json, as_json, print_text
 from lpq.files.outputs import check_writable, writable
+from lpq.kernels.table import allowed_backends
 from lpq.recipes.policy_sources import refuse_rules
 from lpq.registry.errors import OptionError
 from lpq.registry.tables import table
@@ -97,7 +98,7 @@ def bench(
         for name in FILES:
             check_writable(out / name, OTHER_OUT)
     where = pick_device(device)
-    check_environment()
+    allowed_backends()  # a misspelt one is refused before anything is timed
     sm = capability(where)
     recipes = tuple(recipe or to_begin_with(sm) or FIRST[:1])
     for text in recipes:

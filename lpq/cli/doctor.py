@@ -16,7 +16,6 @@ from lpq import registry
 from lpq.cli.first_advice import advice, refused
 from lpq.cli.kernels import (
     Served,
-    check_environment,
     pick_device,
     served_by_format,
     served_by_pair,
@@ -27,7 +26,7 @@ from lpq.cli.listing import broken_recipes, described, fault
 from lpq.cli.output import Json, as_json, print_text
 from lpq.cli.overview import show_meanings, show_overview
 from lpq.kernels import KernelError, code_cache, native, nvrtc_cache
-from lpq.kernels.table import ENVIRONMENT
+from lpq.kernels.table import ENVIRONMENT, allowed_backends
 from lpq.registry.errors import OptionError, suggestion, words
 from lpq.registry.tables import table
 
@@ -57,7 +56,7 @@ def doctor(
     reason. The exit status is 1 if anything is broken.
     """
     where = pick_device(device)
-    check_environment()
+    allowed_backends()  # a misspelt one is refused once, and not beside every operation
     by_text = {str(q): q for q in map(registry.quantizer, quantizers or ())}
     plugins = [described(plugin) for plugin in registry.plugins()]
     kernels, broken = examine(where)

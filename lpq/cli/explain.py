@@ -9,9 +9,10 @@ import typer
 
 import lpq
 from lpq.cli.doctor import Device
-from lpq.cli.kernels import Served, check_environment, pick_device, served, show
+from lpq.cli.kernels import Served, pick_device, served, show
 from lpq.cli.output import Json, as_json, print_text
 from lpq.formats.format import DIRECTIONS, Quantizer
+from lpq.kernels.table import allowed_backends
 from lpq.nn.layer_notes import expert_note
 from lpq.recipes import Recipe
 from lpq.recipes.gemms import GEMMS, OPERANDS, TENSORS
@@ -34,7 +35,7 @@ def explain(recipe: Source, device: Device = "auto", full: Full = False, json: J
     """
     refuse_rules(recipe, f"it is for `lpq train --policy {recipe}`; explain the recipe of one of its rules")
     chosen, where = lpq.recipe(recipe), pick_device(device)
-    check_environment()
+    allowed_backends()  # a misspelt one is refused once, and not beside every operation
     gemms = {gemm: described(chosen, gemm) for gemm in GEMMS}
     runs: dict[str, Served] = {gemm: served("gemm", product, where) for gemm, product in chosen.products.items()}
     for tensor in TENSORS:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from lpq import registry
 from lpq.cli.output import print_text
 from lpq.formats.format import Quantizer
 from lpq.kernels import KernelError, choose
-from lpq.kernels.table import ENVIRONMENT, allowed_by
+from lpq.kernels.table import ENVIRONMENT
 from lpq.registry import OPERATIONS
 from lpq.registry.errors import OptionError, words
 from lpq.registry.operations import TABLE
@@ -87,11 +86,6 @@ class Served:
     def plain(self) -> dict[str, Any]:
         """The same as plain data for JSON."""
         return {**asdict(self), "why_not": [{"impl": r.impl, "reason": r.words} for r in self.why_not]}
-
-
-def check_environment() -> None:
-    """Refuse a misspelt backend in ``LPQ_KERNELS`` once, and not beside every operation."""
-    allowed_by(os.environ.get(ENVIRONMENT))
 
 
 def served(op: str, operands: tuple[Quantizer, ...], device: torch.device) -> Served:

@@ -157,6 +157,11 @@ def allowed_by(forced: str | None) -> frozenset[str]:
     return names
 
 
+def allowed_backends() -> frozenset[str]:
+    """The backends that may run now. Raises ``UnknownBackend`` where ``LPQ_KERNELS`` names one that there is not."""
+    return allowed_by(os.environ.get(ENVIRONMENT))
+
+
 def why_not(
     kernel: KernelSpec,
     quantizers: tuple[Any, ...],
@@ -171,7 +176,7 @@ def why_not(
 @bound_once
 def lacking(kernel: KernelSpec, device: torch.device) -> str | None:
     """Why a kernel that belongs to no format may not run on a device; None: it may."""
-    return why_not(kernel, (), device, allowed_by(os.environ.get(ENVIRONMENT)))
+    return why_not(kernel, (), device, allowed_backends())
 
 
 @bound_once

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lpq import registry
 from lpq.formats import Quantizer
-from lpq.kernels.table import BACKENDS, ENVIRONMENT, why_not
+from lpq.kernels.table import allowed_backends, why_not
 from lpq.registry import KernelSpec
 from lpq.registry.errors import words
 from lpq.registry.operations import TABLE
@@ -119,9 +119,9 @@ def triton_interprets() -> bool:
 
 def refusal(kernel: KernelSpec, operands: tuple[Quantizer, ...]) -> str | None:
     """Why a kernel is not compared for these operands; None: it is."""
-    backends = {name.strip() for name in os.environ.get(ENVIRONMENT, "").split(",")} - {""}
+    allowed = allowed_backends()
     try:
-        return why_not(kernel, operands, torch.device(kernel.device), frozenset(backends or BACKENDS))
+        return why_not(kernel, operands, torch.device(kernel.device), allowed)
     except Exception as error:
         if kernel.backend == "triton" and kernel.device == "cpu":  # it may read a GPU's properties, and there is none
             return f"its why_not raised {words(error)}, where Triton interprets on a CPU"

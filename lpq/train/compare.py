@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 import multiprocessing
-import os
 import shutil
 import signal
 import sys
@@ -37,7 +36,7 @@ from lpq.distributed.ranks import message
 from lpq.files.claim import LOCK, Claim, left_behind
 from lpq.files.disk import PARTIAL
 from lpq.files.errors import CheckpointError
-from lpq.kernels.table import ENVIRONMENT, allowed_by
+from lpq.kernels.table import allowed_backends
 from lpq.registry.errors import LpqError
 from lpq.train import beside, data, loop, runs, trainings
 from lpq.train.compare_config import CompareConfig, TrainingJob, processors
@@ -73,7 +72,7 @@ def run(
     that call this together, each of which trains as if it were alone; an error of one is raised on all.
     """
     began = time.monotonic() if began is None else began
-    allowed_by(os.environ.get(ENVIRONMENT))
+    allowed_backends()  # a backend that is none is refused before anything is written
     if processes.many and config.at_once is not None:
         raise TrainError("--at-once is not for torchrun, whose processes do one training each at a time: leave it out")
     device = pick_device(config.training.device)

@@ -22,7 +22,7 @@ import lpq
 from lpq.cli.runs import NUMERICS, RECIPE
 from lpq.files.disk import json_of
 from lpq.files.typed import check_table
-from lpq.kernels.table import ENVIRONMENT, allowed_by
+from lpq.kernels.table import allowed_backends
 from lpq.nn.conversion_plan import ConversionPlan, changes_of
 from lpq.nn.names import first_few
 from lpq.recipes import Policy
@@ -59,7 +59,7 @@ def run(config: TrainConfig, console: Console | None = None) -> Summary:
     Where there is a process group, its processes train one sharded model together, and the first one alone prints and
     writes. ``lpq train`` makes the group that torchrun means; see ``lpq.train.launch``.
     """
-    allowed_by(os.environ.get(ENVIRONMENT))  # a backend that is none is refused before anything is written
+    allowed_backends()  # a backend that is none is refused before anything is written
     device = pick_device(config.device)
     team = Team(device=device)
     team.check_batch(config.batch)
