@@ -180,11 +180,8 @@ def of_part(one: PassCase, bind: BindEncoder, cut: Cut, local: Tensor, group: st
     seed = torch.tensor(SEED) if common is None else common[0]
     of_row, of_col, measured = encoder.encode(local, source, seed)
     measured = measured if settle is None else settle([measured])[0]
-    operands: dict[Direction, Storage | None] = {
-        "row": None if encoder.row is None else encoder.row.storage(of_row),
-        "col": None if encoder.col is None else encoder.col.storage(of_col),
-    }
-    return seed, Result(operands, one.after([*measured]))
+    row, col = encoder.storages(of_row, of_col)
+    return seed, Result({"row": row, "col": col}, one.after([*measured]))
 
 
 def gathered(
