@@ -27,11 +27,12 @@ def warnings_of(
     """Yield the warnings about a conversion. ``names``: all names of each module."""
     for number, reason in report.misplaced:
         yield f"lpq.convert: rule {number} never holds: {reason}"
+    every = [plain_name(alias) for aliases in names.values() for alias in aliases]
     with_recipe = {name for name, s in schedules.items() if any(recipe is not None for _, recipe in s.pieces)}
     linear = [entry for entry in report.left if entry.kind == "Linear"]
     if report.unmatched and not report.converted:
         yield (
-            f"lpq.convert left every layer as it was: none matches {_unmatched(report, names)}; the linear layers of "
+            f"lpq.convert left every layer as it was: none matches {_unmatched(report, every)}; the linear layers of "
             f"this model are {first_few([repr(e.name) if e.name else 'the model itself' for e in linear]) or 'none'}"
         )
         return
@@ -41,9 +42,9 @@ def warnings_of(
             yield f"lpq.convert left every layer as it was: {first_few(why, '; ') or 'the model has no parameters'}"
         return
     if report.unmatched:
-        yield f"lpq.convert: no layer matches {_unmatched(report, names)}"
+        yield f"lpq.convert: no layer matches {_unmatched(report, every)}"
     yield from _named_in_vain(policy, report, names, with_recipe)
-    yield from _left_in_vain(policy, names)
+    yield from _left_in_vain(policy, every)
     routers = {n for n in left_out if policy.leave == LEAVE and set(ROUTERS).intersection(plain_name(n).split("."))}
     for modules in (with_recipe - left_out.keys(), routers):
         yield from _large_parts(report, modules)
@@ -74,10 +75,9 @@ def _named_in_vain(
                 yield f"lpq.convert: rule {number} gives {pattern!r} a recipe, and reaches no layer; {name}: {why}"
 
 
-def _left_in_vain(policy: Policy, names: Mapping[str, Sequence[str]]) -> Iterator[str]:
+def _left_in_vain(policy: Policy, names: Iterable[str]) -> Iterator[str]:
     """Warn of parts of names in ``leave`` that leave out nothing, except the default ones."""
-    every = [plain_name(alias) for aliases in names.values() for alias in aliases]
-    parts = {part for name in every for part in name.split(".")}
+    parts = {part for name in names for part in name.split(".")}
     for part in policy.leave:
         if part not in parts and part not in LEAVE:
             near = difflib.get_close_matches(part, parts, n=1)
@@ -99,12 +99,11 @@ def _large_parts(report: Report, modules: Collection[str]) -> Iterator[str]:
         )
 
 
-def _unmatched(report: Report, names: Mapping[str, Sequence[str]]) -> str:
+def _unmatched(report: Report, names: Collection[str]) -> str:
     """Patterns that match nothing, each with the nearest name."""
-    every = [plain_name(alias) for aliases in names.values() for alias in aliases]
     texts = []
     for pattern in report.unmatched:
-        near = nearest(pattern, every)
+        near = nearest(pattern, names)
         texts.append(f"{pattern!r}{f' (did you mean {near!r}?)' if near is not None else ''}")
     return first_few(texts)
 
