@@ -28,10 +28,9 @@ from lpq.files.outputs import writable
 from lpq.nn.conversion import convert
 from lpq.nn.conversion_plan import rule_names
 from lpq.nn.first_argument import check_model
-from lpq.nn.names import plain_name
 from lpq.nn.observing import observing
 from lpq.nn.restoring import restore
-from lpq.nn.stateful_layer import StatefulLayer
+from lpq.nn.stateful_layer import StatefulLayer, stateful_layers
 from lpq.observe.gradient_error import GradientError, OverRanks, Parts
 from lpq.observe.readings import NumericsError, check_forgets, check_whole, is_number
 from lpq.observe.replay import Before, Closure, Replay
@@ -196,7 +195,7 @@ def search(
     kept, budget = budget_of(time, error, by_text)
     clock: Clock = partial(_predicted, _by_size(gpu), tokens) if seconds is None else lambda *_: seconds
     before = Before(model)
-    own = not any(isinstance(module, StatefulLayer) for module in model.modules())
+    own = not stateful_layers(model)
     if own:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is left alone is left alone by the policy, too
@@ -257,8 +256,8 @@ def _search(
     """Search in a converted model. ``kept``: "time" or "error", which stays within the budget."""
     inside = inside_of_replicas(model)
     shapes = searched_layers(inside)
-    layers = {plain_name(name): m for name, m in inside.named_modules() if isinstance(m, StatefulLayer)}
-    layers = {name: layer for name, layer in layers.items() if name in shapes and layer.recipe is not None}
+    every = stateful_layers(inside).items()
+    layers = {name: layer for name, layer in every if name in shapes and layer.recipe is not None}
     if not layers:
         built = ": convert it first, lpq.convert(model, 'bf16')" if shapes else ""
         words = "no layer of {} has a recipe" if shapes else "lpq.convert reaches no linear layer of {}"

@@ -25,8 +25,7 @@ from lpq.calibration.targets import Target, forgotten, searches, targets
 from lpq.checkpoint.model import Model, is_shared
 from lpq.engines.siblings import FUSED, fused
 from lpq.files.disk import place
-from lpq.nn.names import plain_name
-from lpq.nn.stateful_layer import StatefulLayer
+from lpq.nn.stateful_layer import stateful_layers
 from lpq.registry.errors import suggestion
 from lpq.registry.showing import Readable, number
 from lpq.registry.warning import warn
@@ -153,7 +152,7 @@ def calibrate(
         values = frozen_values(statistics, chosen, siblings, unseen)
     freeze(model, chosen, values)
     names, frozen = tuple(target.name for target in chosen), {id(target.layer) for target in chosen}
-    layers = [(plain_name(n), m) for n, m in Model(model).module.named_modules() if isinstance(m, StatefulLayer)]
+    layers = stateful_layers(Model(model).module).items()
     rest = tuple(name for name, layer in layers if layer.recipe is not None and id(layer) not in frozen)
     return Calibrated(method, so_far.samples, so_far.batches, values, names, searched, rest)
 

@@ -29,7 +29,7 @@ from lpq.nn import Layer, convert
 from lpq.nn.expert_stacks import ExpertStack, Names, names_in_files, stacks_in_files
 from lpq.nn.names import plain_name
 from lpq.nn.sharded_weights import Weights, check_replaced
-from lpq.nn.stateful_layer import StatefulLayer
+from lpq.nn.stateful_layer import stateful_layers
 from lpq.operations import decode, remember
 from lpq.operations.inputs import DTYPES
 from lpq.operations.quantizing import quantize
@@ -79,7 +79,7 @@ def load_quantized(
             )
         stacks = stacks_in_model(view.module, layers)
         _check_model(view, layers, stacks)
-        fresh = not any(isinstance(m, StatefulLayer) and m.recipe is not None for m in model.modules())
+        fresh = all(layer.recipe is None for layer in stateful_layers(model).values())
         rules = _rules(by_module(layers, stacks)) if policy is None and fresh else policy
         job = _Job(files, view, layers, stacks, Intended.of(view, rules, weights, stacks))
         job.judge()

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lpq.nn.names import plain_name
-from lpq.nn.stateful_layer import StatefulLayer
+from lpq.nn.stateful_layer import StatefulLayer, stateful_layers
 from lpq.torch_private.callers import another_pass_reads
 
 UNCALLED = "; no pass has called it so far, while others were called: code that reads its weight multiplies as before"
@@ -41,17 +40,17 @@ class Weight:
 
 def uncalled(model: nn.Module) -> set[str]:
     """The names of these layers; none before the first pass, nor where a compiler traced one, whose code notes none."""
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, StatefulLayer) and m.recipe is not None}
+    layers = {name: layer for name, layer in stateful_layers(model).items() if layer.recipe is not None}
     passes = [layer.passes for layer in layers.values()]
     if any(each.traced for each in passes) or not any(each.called for each in passes):
         return set()
-    return {plain_name(name) for name, layer in layers.items() if not (layer.passes.called or _waits(layer))}
+    return {name for name, layer in layers.items() if not (layer.passes.called or _waits(layer))}
 
 
 def read_past(model: nn.Module) -> set[str]:
     """The names of layers with a recipe whose weight the pass of another module has read."""
-    layers = ((name, m) for name, m in model.named_modules() if isinstance(m, StatefulLayer) and m.recipe is not None)
-    return {plain_name(name) for name, layer in layers if layer.passes.read_past}
+    layers = stateful_layers(model).items()
+    return {name for name, layer in layers if layer.recipe is not None and layer.passes.read_past}
 
 
 def _waits(layer: StatefulLayer) -> bool:

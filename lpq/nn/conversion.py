@@ -26,7 +26,7 @@ from lpq.nn.reports import WEIGHT, Entry, Report
 from lpq.nn.sharded_weights import Weights, check_options, check_weights, prepare_weights, weight_notes, why_none_stored
 from lpq.nn.siblings import SharedInputs
 from lpq.nn.stages import Stages, last_change
-from lpq.nn.stateful_layer import StatefulLayer
+from lpq.nn.stateful_layer import StatefulLayer, stateful_layers
 from lpq.nn.undoing import undone_if_refused
 from lpq.nn.unwrapping import inside_of
 from lpq.nn.wanted import Accumulate
@@ -209,7 +209,7 @@ def _set(module: nn.Module, name: str, value: object) -> None:
 
 def _connect_layers(model: nn.Module, accumulate: Accumulate | None, *, compares: bool) -> None:
     """Give the layers of a model what they have in common: the step, the inputs, and whether ranks are compared."""
-    layers = [module for module in model.modules() if isinstance(module, StatefulLayer)]
+    layers = [*stateful_layers(model).values()]
     staged = [layer for layer in layers if layer.schedule is not None and len(layer.schedule.pieces) > 1]
     stages = Stages(model, last_change(layer.schedule for layer in staged)) if staged else None
     models: dict[object, ConvertedModel] = {}
@@ -329,9 +329,9 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
 
 def _built(model: nn.Module) -> Iterator[Entry]:
     """The layers that were built with a recipe, and to which no conversion has given a schedule."""
-    for name, module in model.named_modules():
-        if isinstance(module, StatefulLayer) and module.schedule is None and module.recipe is not None:
-            yield Entry(plain_name(name), type(module).__name__, _title(module))
+    for name, layer in stateful_layers(model).items():
+        if layer.schedule is None and layer.recipe is not None:
+            yield Entry(name, type(layer).__name__, _title(layer))
 
 
 def _recipes(module: nn.Module, note: str) -> str:

@@ -18,6 +18,7 @@ from lpq.distributed.recipe_changes import withhold
 from lpq.nn.converted_model import ConvertedModel
 from lpq.nn.extended import Extension, clashes, extend
 from lpq.nn.fresh_states import FreshStates, still_fresh
+from lpq.nn.names import plain_name
 from lpq.nn.passes import Passes
 from lpq.nn.plan import LayerBuffer, Plan, check_names
 from lpq.recipes import Recipe, RecipeLike, Schedule
@@ -290,6 +291,11 @@ class StatefulLayer(nn.Module):
             device = getattr(self, name).device
             setattr(self, name, torch.zeros_like(before, device=device) if before.is_meta else before.to(device))
         return self
+
+
+def stateful_layers(model: nn.Module) -> dict[str, StatefulLayer]:
+    """The layers of lpq in a model, and experts in stacks, by their plain names."""
+    return {plain_name(name): m for name, m in model.named_modules() if isinstance(m, StatefulLayer)}
 
 
 def give_recipes(by_layer: Mapping[StatefulLayer, Recipe | None]) -> None:

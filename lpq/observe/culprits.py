@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lpq import recipes
 from lpq.nn.first_argument import check_model
 from lpq.nn.names import plain_name
-from lpq.nn.stateful_layer import StatefulLayer
+from lpq.nn.stateful_layer import StatefulLayer, stateful_layers
 from lpq.nn.stepping import promote
 from lpq.observe.course import Course
 from lpq.observe.gradient_error import GradientError, OverRanks, Parts
@@ -79,8 +79,7 @@ class Culprits(Readable):
         ``lpq.nn.stepping.promote``. The loop calls ``lpq.set_step`` in each step."""
         check_model(model)
         check_whole("promote", 1, until=until)
-        modules = inside_of_replicas(model).named_modules()
-        layers = {plain_name(name): m for name, m in modules if isinstance(m, StatefulLayer)}
+        layers = stateful_layers(inside_of_replicas(model))
         for one in self.found:
             if one.layer not in layers:
                 raise NumericsError(

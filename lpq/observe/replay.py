@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lpq.nn.eagerly import run_eagerly
 from lpq.nn.first_argument import check_model
-from lpq.nn.stateful_layer import StatefulLayer, give_recipes
+from lpq.nn.stateful_layer import StatefulLayer, give_recipes, stateful_layers
 from lpq.observe.readings import NumericsError
 from lpq.observe.sharing import device_of, is_shared, refuse_inside
 from lpq.recipes import Recipe
@@ -78,7 +78,7 @@ class Before:
 
     def __init__(self, model: nn.Module) -> None:
         check_model(model)
-        self.layers = {m for m in model.modules() if isinstance(m, StatefulLayer)}
+        self.layers = {*stateful_layers(model).values()}
         devices = {device_of(p) for p in model.parameters()}
         self._gpus = [device for device in devices if device.type == "cuda"]
         self._bits = self.bits()
@@ -117,13 +117,13 @@ class Replay:
 
     def __init__(self, model: nn.Module, closure: Closure, before: Before | None) -> None:
         self._closure, self._before = closure, Before(model) if before is None else before
-        if not self._before.layers >= {m for m in model.modules() if isinstance(m, StatefulLayer)}:
+        if not self._before.layers >= {*stateful_layers(model).values()}:
             raise NumericsError(
                 f"before= is of another model than {type(model).__name__}, or of this one before its layers were "
                 "replaced: make lpq.observe.Before(model) where the step begins"
             )
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.layers = {m: m.recipe for m in model.modules() if isinstance(m, StatefulLayer) and m.recipe is not None}
+        self.layers = {m: m.recipe for m in stateful_layers(model).values() if m.recipe is not None}
         """The layers that have a recipe, with these."""
         self._model, self._is_shared = model, is_shared(model)
         self.in_main_grad = {m.model for m in self.layers if m.model.accumulate == "main_grad"}

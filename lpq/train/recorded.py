@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from lpq.nn.stateful_layer import StatefulLayer
+from lpq.nn.stateful_layer import stateful_layers
 from lpq.train.errors import TrainError
 from lpq.train.team import Team
 
@@ -38,7 +38,7 @@ class Recorded:
 
     def __init__(self, model: nn.Module, passes: Passes, device: torch.device) -> None:
         self._passes, self._model, self._device = passes, model, device
-        self._layers = [module for module in model.modules() if isinstance(module, StatefulLayer)]
+        self._layers = [*stateful_layers(model).values()]
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._forget()
 

@@ -27,9 +27,8 @@ from torch.distributed.tensor import DTensor
 import lpq
 from lpq import checkpoint
 from lpq.checkpoint import CheckpointError
-from lpq.nn.names import plain_name
 from lpq.nn.sharded_weights import Weights
-from lpq.nn.stateful_layer import StatefulLayer
+from lpq.nn.stateful_layer import stateful_layers
 from lpq.nn.stepping import promote
 from lpq.observe import Numerics
 from lpq.observe.replay import Before
@@ -289,7 +288,7 @@ class Trainer:
             return
         if "course" in beside:
             self.trigger.course.load_state_dict(beside["course"])
-        layers = {plain_name(name): m for name, m in self.model.named_modules() if isinstance(m, StatefulLayer)}
+        layers = stateful_layers(self.model)
         for until, recipes in beside.get("promoted", ()):
             promote(self.model, {layers[name]: lpq.recipe(text) for name, text in recipes.items()}, until=until)
             self.trigger.promoted.append((until, recipes))
