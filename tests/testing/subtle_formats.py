@@ -24,7 +24,8 @@ from subtle_rotations import MayTurn, Pairs, Sixteens, Triples
 from subtle_states import Delayed, Longer, MeasuresNow
 from torch import Tensor
 
-from lpq.core import Buffer, Quantizer, RandomBits, Storage
+from lpq.core import Buffer, Quantizer, RandomBits, Stat, Storage
+from lpq.formats.blocks import pad_blocks
 
 # ---------------------------------------------------------------------------------------------- one scale per row
 
@@ -124,6 +125,37 @@ class PadsWithOnes(Blocks):
     """The last block of a row is filled with ones."""
 
     edge = 100.0
+
+
+class EvenStorage(Storage):
+    layout = (Buffer("data", torch.int8, pad=2), Buffer("scale", torch.float32, block=(None, None)))
+
+    def decode(self) -> Tensor:
+        return self.data[:, : self.shape[1]].float() * self.scale
+
+
+@found_by(
+    "test_a_ragged_edge_is_padded_with_zeros", "buffer 'data' of [[]1, 1[]], beside zeros around the matrix (pad x"
+)
+@stored(EvenStorage)
+class PadsWithCodes(SharesOneScale):
+    """Fills rows of an odd length with the code 1, and has a scale that all parts of a tensor share."""
+
+    def codes(self, x: Tensor, scale: Tensor) -> Tensor:
+        return pad_blocks(super().codes(x, scale) - 1, (1, 2)) + 1
+
+
+@stored(EvenStorage)
+class Counts(SharesOneScale):
+    """Has twice the scale of an odd number of elements, which it measures: zeros around a matrix change that."""
+
+    stats = (*SharesOneScale.stats, Stat("elements", reduce="sum"))
+
+    def measure(self, x: Tensor) -> dict[str, Tensor]:
+        return super().measure(x) | {"elements": torch.tensor(x.numel(), device=x.device)}
+
+    def encode(self, x: Tensor, stats: Stats) -> Storage:
+        return super().encode(pad_blocks(x.float(), (1, 2)), {"amax": stats["amax"] * (1 + stats["elements"] % 2)})
 
 
 @found_by("test_non_finite_is_never_silently_finite", "nan at [[]0, 128[]] of *comes back as 0; it must")
@@ -411,6 +443,6 @@ class OneShape(Quantizer):
 
 RIGHT = (
     Int8, Blocks, Transposes, Follows, Delayed, Stochastic, MayBeStochastic, Pairs, Triples, Sixteens, Longer,
-    MeasuresNow, MayTurn, TellsOfItsScales,
+    MeasuresNow, MayTurn, TellsOfItsScales, Counts,
 )  # fmt: skip
 """Formats without a mistake."""

@@ -41,7 +41,9 @@ def check_buffers(side: Quantizer, operand: Storage, x: torch.Tensor) -> None:
 
 def padded_to(side: Quantizer) -> tuple[int, int]:
     """The rows and columns of whole blocks; 1 along a dimension whose elements a buffer may count, as a mean does."""
-    counted = [any(b.block[dim] is None and not b.from_stats for b in side.layout) for dim in (0, 1)]
+    sums = any(stat.reduce == "sum" for stat in side.stats)
+    spanned = [any(b.block[dim] is None and not b.from_stats for b in side.layout) for dim in (0, 1)]
+    counted = [spanned[dim] and (sums or side.why_no_parts(dim) is not None) for dim in (0, 1)]
     return 1 if counted[0] else unit(side, 0), 1 if counted[1] else unit(side, 1)
 
 
