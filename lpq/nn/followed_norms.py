@@ -6,7 +6,7 @@ layer notes that it was given the output of a norm, and a mode notes every other
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
@@ -51,9 +51,9 @@ class Followers(NamedTuple):
     """Whether something else takes it, too."""
 
 
-def followers(block: nn.Module, known: Callable[[nn.Module], Found | None]) -> dict[str, Followers | str]:
-    """For each norm of a block itself, by its name, the layers that take its output; or why its output is not to be
-    encoded. A block that holds others, or embeds tokens, has none.
+def norms_in(block: nn.Module, known: Callable[[nn.Module], Found | None]) -> dict[str, nn.Module]:
+    """The norms of a block itself, by name, whose output its layers could take. A block that holds others, or embeds
+    tokens, has none.
 
     Args:
         known: ``norm_of``, which keeps what it finds: each norm is asked about several times
@@ -66,7 +66,14 @@ def followers(block: nn.Module, known: Callable[[nn.Module], Found | None]) -> d
     norms = {
         name: m for name, m, w in children if not (w is None or is_lazy(w)) and w.shape[-1:] and w.shape[-1] in widths
     }
-    norms = {name: m for name, m in norms.items() if known(m) is not None}
+    return {name: m for name, m in norms.items() if known(m) is not None}
+
+
+def followers(
+    block: nn.Module, norms: Mapping[str, nn.Module], known: Callable[[nn.Module], Found | None]
+) -> dict[str, Followers | str]:
+    """For each of these norms of a block, by name, the layers that take its output; or why its output is not to be
+    encoded."""
     if not norms or "forward" in vars(block):
         return dict.fromkeys(norms, REPLACED)
     with aside():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lpq.nn.adopted_norms import AdoptedNorm, adopt, norm_of, release
 from lpq.nn.extended import Extension, check_extended, class_before, extend, restore
 from lpq.nn.first_argument import Model, check_model
-from lpq.nn.followed_norms import followers
+from lpq.nn.followed_norms import followers, norms_in
 from lpq.nn.fused_experts import FusedExperts, Gate, activated, why_as_before
 from lpq.nn.fused_mlp import HOOKED, SwiGLU, mlp, why_apart, why_changed
 from lpq.nn.halves import activate
@@ -31,7 +31,6 @@ from lpq.nn.residual_layers import ResidualLayer, extend_residual, release_resid
 from lpq.nn.stand_ins import Read, StandIn, Trial, aside, numbers
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.nn.undoing import undone_if_refused
-from lpq.nn.unwrapping import unwrapped
 from lpq.operations.source import ACTIVATIONS
 from lpq.registry.showing import listed
 from lpq.torch_private.hooks import has_hooks
@@ -148,8 +147,9 @@ def fuse(model: Model) -> Model:
                 module.__dict__["lpq_parts"] = parts
         known = cache(norm_of)
         for module in list(model.modules()):
-            for name, result in followers(module, known).items():
-                norm = unwrapped(module.get_submodule(name))
+            norms = norms_in(module, known)
+            for name, result in followers(module, norms, known).items():
+                norm = norms[name]
                 if isinstance(norm, EncodingNorm) and norm.consumers:
                     if not norm.places or "forward" in vars(norm):
                         continue  # its author has named the layers, or the forward that calls ours would lose it
@@ -323,8 +323,10 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
         elif (parts := find_parts(module)) is not None:
             yield name, module, parts if isinstance(parts, str) else SINCE
         else:
-            for own, result in followers(module, known).items():
-                why[id(unwrapped(module.get_submodule(own)))] = result if isinstance(result, str) else SINCE
+            children = norms_in(module, known).items()
+            norms = {own: norm for own, norm in children if not (isinstance(norm, EncodingNorm) and norm.consumers)}
+            for own, result in followers(module, norms, known).items():
+                why[id(norms[own])] = result if isinstance(result, str) else SINCE
 
 
 def _why_plain(norm: EncodingNorm, name: str, gathered: Collection[nn.Module]) -> str | None:

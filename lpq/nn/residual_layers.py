@@ -7,7 +7,8 @@ If it calls them so, and no function of torch beside these sums, another forward
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import chain, combinations
 from typing import Any, NamedTuple
 
@@ -160,21 +161,27 @@ def release_residual(layer: ResidualLayer) -> None:
 def who_adds(model: nn.Module) -> dict[int, str]:
     """For the address of each norm that ``fuse`` adopted, words about what is added before it."""
     words: dict[int, str] = {}
+    several, first = cache(_several_or_why), cache(_first_norm)  # a layer is tried once for all its norms
     for layer in model.modules():
         for norm in _norms(layer):
-            why = _why_apart(layer, norm)
-            words[id(norm)] = _who_adds_at(layer, norm) if why is None else f"torch adds what is added before: {why}"
+            why = _why_apart(layer, norm, several)
+            own = f"torch adds what is added before: {why}"
+            words[id(norm)] = own if why is not None else _who_adds_at(layer, norm, first)
     return words
 
 
-def _who_adds_at(layer: nn.Module, norm: EncodingNorm) -> str:
+def _first_norm(layer: ResidualLayer) -> nn.Module | None:
+    """The norm of the first branch of a layer."""
+    courses = [kind.course for kind in layer.lpq_calls.values() if kind.course]
+    course = courses[0] if courses else _tried(layer, layer.lpq_several, [None], {})[0]
+    return layer._modules[course[0].norm] if isinstance(course[0], Branch) else None
+
+
+def _who_adds_at(layer: nn.Module, norm: EncodingNorm, first: Callable[[ResidualLayer], nn.Module | None]) -> str:
     """Words about the sum before a norm that can add, and about the gradients behind it."""
     before = "it adds the residual where its block gives it one"
     if isinstance(layer, ResidualLayer):
-        courses = [kind.course for kind in layer.lpq_calls.values() if kind.course]
-        course = courses[0] if courses else _tried(layer, layer.lpq_several, [None], {})[0]
-        is_first = isinstance(course[0], Branch) and layer._modules[course[0].norm] is norm
-        before = "torch adds what is added before its layer" if is_first else "it adds the residual"
+        before = "torch adds what is added before its layer" if first(layer) is norm else "it adds the residual"
     weight: Any = norm._parameters["weight"]
     has_kernel = gradient_threads(norm.norm, weight.shape[0], weight.dtype) is not None
     who, why = "it" if has_kernel else "torch", ""
@@ -183,7 +190,9 @@ def _who_adds_at(layer: nn.Module, norm: EncodingNorm) -> str:
     return f"{before}, and {who} adds the gradients that meet there in backward{why}"
 
 
-def _why_apart(layer: nn.Module, norm: EncodingNorm) -> str | None:
+def _why_apart(
+    layer: nn.Module, norm: EncodingNorm, several_or_why: Callable[[nn.Module], tuple[str, ...] | str]
+) -> str | None:
     """Why a norm of a layer does not add; None if it does."""
     if "forward" in vars(layer):
         return REPLACED
@@ -195,7 +204,7 @@ def _why_apart(layer: nn.Module, norm: EncodingNorm) -> str | None:
         courses = [kind.course for kind in layer.lpq_calls.values() if changed(kind.reads) is None]
         why = CALLED if courses and not any(courses) else None
         return why if children_inside(layer) == layer.lpq_parts else SINCE
-    result = _several_or_why(layer)
+    result = several_or_why(layer)
     return SINCE if not isinstance(result, str) else None if result is ASKS else result
 
 

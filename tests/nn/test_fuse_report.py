@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.comparing import equal_states
-from support.small_models import LlamaMlp, Normed
+from support.small_models import LlamaMlp, Normed, Stream
 from torch import Tensor, nn
 
 import lpq
@@ -199,3 +199,23 @@ def test_norms_with_the_same_words_share_a_line() -> None:
     (line,) = [line for line in str(lpq.report(net)).splitlines() if "LayerNorm" in line]
     assert "not fused  0–1.norm (2 LayerNorm): layer mlp.up_proj, " in line
     assert "has a forward hook" in line
+
+
+RUNS: list[str] = []
+
+
+class Noted(Stream):
+    """A layer whose runs are noted where no trial looks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        RUNS.append("layer")
+        return super().forward(x)
+
+
+def test_a_report_tries_each_layer_once() -> None:
+    """It was tried for each norm in it, and once more for what takes their outputs."""
+    net = lpq.convert(nn.Sequential(*(Noted(nn.RMSNorm, 64, by_norms=False) for _ in range(3))), "mxfp8", fuse=True)
+    RUNS.clear()
+    notes = [entry.note for entry in lpq.report(net).fused]
+    assert len(RUNS) == 3
+    assert ["torch adds what is added before its layer" in note for note in notes] == [True, False] * 3
