@@ -7,7 +7,7 @@ import math
 import os
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import lpq
 from lpq.cli.runs import NUMERICS, RECIPE
 from lpq.files.disk import json_of
+from lpq.files.outputs import writable
 from lpq.files.typed import check_table
 from lpq.kernels.table import allowed_backends
 from lpq.nn.conversion_plan import ConversionPlan, changes_of
@@ -30,7 +31,7 @@ from lpq.recipes.policy_sources import refuse_rules
 from lpq.registry.showing import printable
 from lpq.train import data, gpu_size, report, runs
 from lpq.train.config import TrainConfig
-from lpq.train.errors import Stopped, TrainError, TrainOptionError
+from lpq.train.errors import GOES_ON, Stopped, TrainError, TrainOptionError
 from lpq.train.interrupt import Interrupt
 from lpq.train.machine import baseline_on, fast_bf16, fixed_sums, pick_device
 from lpq.train.measure import served_by
@@ -134,7 +135,8 @@ def beside_baseline(
 def tell_conversion(trainer: Trainer, directory: Path, console: Console) -> None:
     """Print how many layers the policy reaches, and which rules never hold; all the rest is in ``conversion.txt``."""
     conversion = lpq.report(trainer.model, full=True)
-    (directory / runs.CONVERSION).write_text(f"{conversion}\n", encoding="utf-8")
+    with writable(directory / runs.CONVERSION, GOES_ON) as file:
+        file.write_text(f"{conversion}\n", encoding="utf-8")
     converted, rest = len(conversion.converted), len(conversion.left)
     if trainer.config.full:
         console.print(str(conversion), soft_wrap=True, markup=False, highlight=False)
@@ -166,15 +168,15 @@ def train(
         say(f"resumed after step {trainer.step}")
     path, noted = directory / runs.METRICS, watching(trainer, directory / NUMERICS)
     team.first(lambda: keep(path, trainer.step))
-    writer = metrics(path) if team.is_first else nullcontext(lambda record: None)
-    with noted as note, writer as write, bar(trainer) as show:
+    with noted as note, bar(trainer) as show:
         while not (signum := team.largest(stop())) and trainer.step < config.steps:
             record = trainer.advance()
             if trainer.findings is not None:
                 say(trainer.findings)
             if config.validate_every and (trainer.step % config.validate_every == 0 or trainer.step == config.steps):
                 record["held_out_loss"] = trainer.held_out_loss()
-            write(record)
+            if team.is_first:
+                add_record(path, record)
             show(record)
             if config.checkpoint_every and trainer.step % config.checkpoint_every == 0 and trainer.step < config.steps:
                 note()
@@ -231,18 +233,17 @@ def again(team: Team) -> str:
 
 def keep(path: Path, steps: int) -> None:
     """Create the file for the lines of the steps, with the lines of the ``steps`` steps that a resumed run keeps."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
-    lines = path.read_bytes().splitlines(keepends=True)
-    os.truncate(path, sum(map(len, lines[:steps])))  # kept lines are never written again, so no kill can lose them
+    with writable(path, GOES_ON):
+        path.touch()
+        lines = path.read_bytes().splitlines(keepends=True)
+        os.truncate(path, sum(map(len, lines[:steps])))  # kept lines are never written again, so no kill can lose them
     records(path)  # a file that is broken is refused before the first step, and not after the last
 
 
-@contextmanager
-def metrics(path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A writer of one JSON line a step, behind those that were kept."""
-    with path.open("a", encoding="utf-8", buffering=1) as file:  # a line reaches the file when it ends
-        yield lambda record: print(json.dumps(record), file=file)
+def add_record(path: Path, record: dict[str, Any]) -> None:
+    """Write the line of a step behind the lines that were kept."""
+    with writable(path, GOES_ON), path.open("a", encoding="utf-8") as file:
+        print(json.dumps(record), file=file)
 
 
 def records(path: Path) -> list[dict[str, Any]]:

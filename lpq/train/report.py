@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from lpq.files.outputs import writable
 from lpq.registry import tables
 from lpq.registry.showing import printable
 from lpq.train import runs
 from lpq.train.conclusion import conclusion
 from lpq.train.config import TrainConfig
+from lpq.train.errors import GOES_ON
 from lpq.train.measure import ServedProduct, StepBytes
 from lpq.train.plot import Curve, draw
 from lpq.train.trainer import Trainer
@@ -101,15 +103,16 @@ def close(summary: Summary, console: Console, *, on_cpu: bool) -> Summary:
         (s.gemm, s.operands, "; ".join([s.kernel, *s.why_not]), str(s.layers)) for s in summary.outcomes[0].served
     ]
     tables.table("what ran the products of the last step", ("product", "operands", "kernel", "layers"), served, console)
-    (summary.directory / runs.SUMMARY).write_text(json.dumps(summary.to_dict(), indent=1) + "\n", encoding="utf-8")
+    with writable(summary.directory / runs.SUMMARY, GOES_ON) as file:
+        file.write_text(json.dumps(summary.to_dict(), indent=1) + "\n", encoding="utf-8")
     recipe, *others = summary.outcomes
     curves = [Curve(recipe.title, 0, recipe.losses)]
     curves += [Curve(others[0].title, seed, o.losses, baseline=True) for seed, o in enumerate(others)]
-    plotted = draw(curves, summary.directory / runs.PLOT)
+    with writable(summary.directory / runs.PLOT, GOES_ON) as file:
+        plotted = draw(curves, file)
     where = f"written to {summary.directory}/: {runs.SUMMARY}, the metrics of each step, checkpoints, {plotted}"
     console.print(where, markup=False)  # to rich a name in brackets is a style
-    titles = [o.title for o in summary.outcomes]
-    for paragraph in conclusion(titles, summary.gap, summary.seed_distance, on_cpu=on_cpu):
+    for paragraph in conclusion([o.title for o in summary.outcomes], summary.gap, summary.seed_distance, on_cpu=on_cpu):
         console.print(f"\n{printable(paragraph)}", markup=False, highlight=False)
     return summary
 

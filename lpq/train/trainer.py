@@ -37,7 +37,7 @@ from lpq.optim import MasterWeights, load_high_precision
 from lpq.recipes import Policy
 from lpq.train.config import TrainConfig
 from lpq.train.data import Text
-from lpq.train.errors import Diverged
+from lpq.train.errors import GOES_ON, Diverged
 from lpq.train.machine import fast_bf16
 from lpq.train.measure import Probe, StepBytes
 from lpq.train.model import GPT, GPTShape
@@ -238,10 +238,7 @@ class Trainer:
         try:
             checkpoint.save(self.model, directory, self.optimizer, step=self.step, extra=beside, keep=KEEP)
         except CheckpointError as error:
-            raise CheckpointError(
-                f"{error}. Free some space or make the directory writable: then `lpq train --resume`, or the same `lpq "
-                "compare`, goes on"
-            ) from error
+            raise CheckpointError(f"{error}; {GOES_ON}") from error
         return self.step
 
     @property

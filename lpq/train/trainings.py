@@ -16,9 +16,10 @@ from typing import Any
 
 from lpq.cli.runs import CURVES
 from lpq.files.disk import json_of
+from lpq.files.outputs import writable
 from lpq.files.typed import check_table, typed
 from lpq.train.config import TYPES, TrainConfig
-from lpq.train.errors import TrainError
+from lpq.train.errors import GOES_ON, TrainError
 
 SAME = "trainings that are compared have the same settings"
 OF_ONE = frozenset({"recipe", "policy", "seed"})
@@ -68,10 +69,10 @@ class Training:
 
     def write(self, folder: Path) -> None:
         """Write the file of the training, which is whole or not there."""
-        path = file_of(folder, self.title, self.seed)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        with writable(file_of(folder, self.title, self.seed), GOES_ON) as path:
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+            os.replace(partial, path)
 
 
 def file_of(folder: Path, title: str, seed: int) -> Path:

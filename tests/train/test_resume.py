@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -20,7 +21,8 @@ from training import POLICY, MakeConfig, assert_same, saved, shown
 
 from lpq.checkpoint import CheckpointError, info
 from lpq.files import disk
-from lpq.train import Stopped, TrainConfig, TrainError, loop, run, runs
+from lpq.files.errors import FileError
+from lpq.train import Stopped, TrainConfig, TrainError, loop, plot, report, run, runs
 from lpq.train.machine import baseline_on
 from lpq.train.trainer import Trainer
 
@@ -144,7 +146,7 @@ def test_the_metrics_that_are_kept_are_in_their_file_at_every_moment(tmp_path: P
     seen: list[str] = []
 
     def look(frame: FrameType, event: str, arg: object) -> Any:
-        if frame.f_code in (loop.keep.__code__, loop.metrics.__wrapped__.__code__):  # type: ignore[attr-defined]
+        if frame.f_code in (loop.keep.__code__, loop.add_record.__code__):
             seen.append(path.read_text())
             return look
         return None
@@ -153,10 +155,9 @@ def test_the_metrics_that_are_kept_are_in_their_file_at_every_moment(tmp_path: P
     sys.settrace(look)
     try:
         loop.keep(path, 2)
-        with loop.metrics(path) as write:
-            write({"step": 3})
-            sys.settrace(before)
-            assert path.read_text() == kept + '{"step": 3}\n'
+        loop.add_record(path, {"step": 3})
+        sys.settrace(before)
+        assert path.read_text() == kept + '{"step": 3}\n'
     finally:
         sys.settrace(before)
     assert len(seen) > 5
@@ -173,6 +174,46 @@ def test_metrics_that_are_broken_are_refused_before_the_next_step(tiny: MakeConf
         run(replace(config, resume=True), console)
     assert "resumed after step 4" in shown(console)
     assert (folder / "metrics.jsonl").read_text() == "{bad\n"
+
+
+@pytest.mark.parametrize("name", [runs.CONVERSION, f"{runs.RECIPE}/{runs.METRICS}", runs.SUMMARY, runs.PLOT])
+def test_a_file_that_cannot_be_written_is_told_with_the_remedy(
+    name: str, tiny: MakeConfig, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(report, "draw", plot.draw)
+    config = tiny(baseline=False)
+    path = run(config, console).directory / name
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(FileError, match=rf"{name} cannot be written: Is a directory; free space, or .* --resume"):
+        run(replace(config, resume=True), console)
+    path.rmdir()
+    run(replace(config, resume=True), console)
+    assert path.is_file()
+
+
+def test_a_full_disk_ends_a_run_in_words_and_the_run_goes_on(
+    tiny: MakeConfig, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, add_record = Path(str(tiny().out)) / runs.RECIPE / runs.METRICS, loop.add_record
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def add_record_to_full_disk(path: Path, record: dict[str, Any]) -> None:
+        if record["step"] == 4:  # a part of the line still fits
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, limits[1]))
+        try:
+            add_record(path, record)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    config = tiny(baseline=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "add_record", add_record_to_full_disk)
+        with pytest.raises(FileError, match=r"metrics\.jsonl cannot be written: File too large; free space, or"):
+            run(config, console)
+    run(replace(config, resume=True), console)
+    assert [record["step"] for record in loop.records(path)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_checkpoint_says_what_made_it_and_no_other_text_or_policy_goes_on(
