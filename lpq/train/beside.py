@@ -9,19 +9,28 @@ from statistics import fmean, stdev
 
 from lpq.registry.errors import suggestion
 from lpq.train.errors import TrainOptionError
-from lpq.train.gaps import Gap, gaps, student
+from lpq.train.gaps import Gap, gaps, meaning_of, student
 from lpq.train.trainings import Training
 
 NARROW = 0.002
 """Two standard errors of a difference that would tell recipes apart."""
 COLUMNS = ("recipe", "seeds", "beside {}", "± 95 %", "closes", "± 95 %", f"seeds for {100 * NARROW:g} %")
 """The columns of the table."""
-MEANING = (
-    "Beside {0}: by how much a loss is above the loss of {0} with the same seed; mean over the seeds. Closes: the part "
-    "of the gap of {0} to the baseline that a recipe closes, over seeds that have all three; 100 % has the loss of the "
-    "baseline. Nothing stands there where 0 is in the interval of the gap of {0}. ± 95 %: half of the interval by "
-    "Student's t for pairs, for each number alone. The last column: the seeds with which two standard errors of the "
-    "difference would be that small."
+MEANINGS = (
+    "",
+    "",
+    "Beside {0}: by how much a loss is above the loss of {0} with the same seed; mean over the seeds.",
+    "± 95 %: half of the interval by Student's t for pairs, for each number alone.",
+    "Closes: the part of the gap of {0} to the baseline that a recipe closes, over seeds that have all three; 100 % "
+    "has the loss of the baseline. Nothing stands there where that gap is not shown to be above 0.",
+    "",
+    f"Seeds for {100 * NARROW:g} %: with this number of seeds two standard errors of the difference would be "
+    f"{100 * NARROW:g} %.",
+)
+"""The meaning of each column, as in ``gaps.MEANINGS``."""
+NONE_CLOSED = (
+    "Which part of the gap of {0} the others close is not told: over the seeds that they share with it, that gap is "
+    "not shown to be above 0."
 )
 
 
@@ -87,6 +96,13 @@ def rows(trainings: Sequence[Training], of: str) -> list[tuple[str, ...]]:
         shares = ("", "") if part is None else (f"{100 * part.share:.0f} %", f"{100 * part.half:.0f} %")
         cells.append((gap.title, str(gap.seeds), *difference[:2], *shares, difference[2]))
     return cells
+
+
+def meaning(rows: Sequence[Sequence[str]], of: str, baseline: str) -> str:
+    """The meanings of the columns that have a cell, and why no part of a gap is among them."""
+    text = meaning_of(MEANINGS, rows, of)
+    closed = [row[COLUMNS.index("closes")] for row in rows if baseline not in (row[0], of)]
+    return f"{text} {NONE_CLOSED.format(of)}" if closed and not any(closed) else text
 
 
 def columns(of: str) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from lpq.registry.errors import LpqError, OptionError
 GOES_ON = "free space, or make the folder writable: then `lpq train --resume`, or the same `lpq compare`, goes on"
 """The remedy where a file of a run cannot be written."""
 
+
 class TrainError(LpqError):
     """A training run that cannot start or cannot go on."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
 
@@ -18,13 +18,18 @@ NORMAL = 1.959964
 """The same quantile of the normal distribution."""
 COLUMNS = ("recipe", "seeds", "loss", "gap", "± 95 %", "shown", "spread", "tokens/s")
 """The columns of the table."""
-MEANING = (
-    "Loss: nats per byte on text that was held out, mean over the seeds. Gap: by how much a loss is above the loss of "
-    "{0} with the same seed, so with the same first weights and the same batches; mean over the seeds. ± 95 %: half of "
-    "the interval of this mean by Student's t for pairs, for each recipe alone. Shown: nothing, where 0 is in the "
-    "interval, or there is one seed; identical, where every loss of every step is {0}'s, as by a policy that converts "
-    "no layer. Spread: the standard deviation over the seeds, of the loss of {0}, or of the gaps of a recipe."
+MEANINGS = (
+    "",
+    "",
+    "Loss: nats per byte on text that was held out, mean over the seeds.",
+    "Gap: by how much a loss is above the loss of {0} with the same seed, so with the same first weights and the same "
+    "batches; mean over the seeds.",
+    "± 95 %: half of the interval of this mean by Student's t for pairs, for each recipe alone.",
+    "Shown: nothing, where 0 is in the interval, or there is one seed; identical, where every loss of every step is "
+    "{0}'s, as by a policy that converts no layer.",
+    "Spread: the standard deviation over the seeds, of the loss of {0}, or of the gaps of a recipe.",
 )
+"""The meaning of each column; empty where its head says all."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,12 @@ class Gap:
             "" if self.spread is None else f"{100 * self.spread:.2f} %",
             f"{self.tokens_per_second:,.0f}",
         )
+
+
+def meaning_of(meanings: Sequence[str], rows: Iterable[Sequence[str]], title: str) -> str:
+    """The meanings of the columns that have a cell: a table leaves the others out."""
+    columns = zip(*rows, strict=True)
+    return " ".join(text.format(title) for text, cells in zip(meanings, columns, strict=True) if text and any(cells))
 
 
 def student(freedom: int) -> float:

@@ -429,6 +429,17 @@ def test_recipes_beside_another_one_and_the_part_of_its_gap_that_they_close() ->
     assert gap_of_half.mean == pytest.approx(sum(differences) / 4)
 
 
+def test_columns_that_are_not_in_the_table_are_not_explained(tmp_path: Path, lpq_command: Command) -> None:
+    made("bf16", 1.0, folder=tmp_path)
+    made("nvfp4", 1.02, folder=tmp_path)
+    said = lpq_command("compare", "--out", tmp_path, "--beside", "nvfp4").out
+    assert "Gap: by how much" in said
+    assert not any(head in said for head in ("± 95 %", "Spread", "Closes", "last column", "Seeds for", "is not told"))
+    made("mxfp8", 1.01, folder=tmp_path)
+    said = " ".join(lpq_command("compare", "--out", tmp_path, "--beside", "nvfp4").out.split())
+    assert "the gap of nvfp4 the others close is not told" in said
+
+
 def test_a_figure_and_a_table_are_made_of_curves_alone(tmp_path: Path, lpq_command: Command) -> None:
     pytest.importorskip("matplotlib")
     made("bf16", 1.0, 1.1, folder=tmp_path)
@@ -442,6 +453,7 @@ def test_a_figure_and_a_table_are_made_of_curves_alone(tmp_path: Path, lpq_comma
     assert "| nvfp4 | 2 | 1.0750 | +2.36 % | 4.62 % | nothing | 0.51 % |" in table
     ended = lpq_command("compare", "--out", tmp_path, "--beside", "nvfp4")
     assert "Beside nvfp4" in ended.out
+    assert "Seeds for 0.2 %: with this number" in " ".join(ended.out.split())
     both = (tmp_path / "table.md").read_text()
     assert both == table + "\n" + beside.markdown(trainings.read_all(tmp_path), "nvfp4") + "\n"
     ended = lpq_command("compare", "--out", tmp_path, "--beside", "nvfp8")

@@ -163,12 +163,13 @@ def _tell(out: Path, result: Any, other: str | None) -> None:
         return
     if other is not None and result is None:
         beside.check(other, (one.title for one in curves))
-    table(f"Held-out loss, and the gap to {rows[0].title}", gaps.COLUMNS[:-1], [row.cells()[:-1] for row in rows])
-    print_text(gaps.MEANING.format(rows[0].title))
+    cells = [row.cells()[:-1] for row in rows]
+    table(f"Held-out loss, and the gap to {rows[0].title}", gaps.COLUMNS[:-1], cells)
+    print_text(gaps.meaning_of(gaps.MEANINGS, cells, rows[0].title))
     tables = [gaps.markdown(curves)]
     if other is not None and (other_rows := beside.rows(curves, other)):
         table(f"Beside {other}", beside.columns(other), other_rows)
-        print_text(beside.MEANING.format(other))
+        print_text(beside.meaning(other_rows, other, rows[0].title))
         tables.append(beside.markdown(curves, other))
     elif other is not None:
         print_text(f"Beside {other}: no training by it ended yet")
