@@ -85,8 +85,10 @@ def page(readings: Sequence[Reading]) -> str:
 
 def _table(worst: Sequence[Reading], step: int) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS)
-    rows = ("".join(f"<td>{escape(printable(cell))}</td>" for cell in cells(one)) for one in worst)
-    lines = "".join(f"<tr>{row}</tr>" for row in rows)
+    rows = (
+        (_broken_at_dots(name), *(escape(printable(cell)) for cell in others)) for name, *others in map(cells, worst)
+    )
+    lines = "".join(f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in rows)
     return f'<p>The most noise in step {step}:</p><div class="wide"><table><tr>{head}</tr>{lines}</table></div>'
 
 
@@ -94,7 +96,12 @@ def _card(
     layer: str, recipe: str, readings: Sequence[Reading], ranges: dict[str, tuple[float, float]], steps: tuple[int, int]
 ) -> str:
     charts = "".join(_chart(chart, readings, ranges[chart.field], steps) for chart in CHARTS)
-    return f"<section><h2>{escape(printable(named(layer, recipe)))}</h2>{charts}</section>"
+    return f"<section><h2>{_broken_at_dots(named(layer, recipe))}</h2>{charts}</section>"
+
+
+def _broken_at_dots(text: str) -> str:
+    """The text as HTML. On a narrow screen a name goes on in the next line behind a dot, and not within a word."""
+    return escape(printable(text)).replace(".", ".<wbr>")
 
 
 def _value(chart: Chart, reading: Reading) -> float | None:

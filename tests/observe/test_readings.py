@@ -159,7 +159,7 @@ class Parsed(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.seen.append(tag)
         self.attributes += attrs
-        self.open += [] if tag in ("meta", "path", "circle") else [tag]
+        self.open += [] if tag in ("meta", "path", "circle", "wbr") else [tag]
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.attributes += attrs
@@ -188,6 +188,9 @@ def test_a_page_shows_each_layer_and_asks_for_nothing(tmp_path: Path) -> None:
     hostile = Reading(step=0, layer="<b>\x1b[1m", tensor="x", direction="row", snr_db=1.0)
     lpq.observe.Readings([hostile]).page(tmp_path / "hostile.html")
     assert "<b>" not in (tmp_path / "hostile.html").read_text()
+    assert "0.<wbr>" not in text  # numbers of a table stay in one piece
+    lpq.observe.Readings([Reading(step=0, layer="a.b.mlp", tensor="x", snr_db=1.5)]).page(tmp_path / "dots.html")
+    assert (tmp_path / "dots.html").read_text().count("a.<wbr>b.<wbr>mlp<") == 2
     assert "nowrap" not in re.search(r"[.]key span {.*}", text)[0]  # type: ignore[index]  # a narrow screen has no room
 
 
