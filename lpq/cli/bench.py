@@ -147,6 +147,8 @@ def bench(
         typer.echo(f"lpq: {text}", err=True)
     for sentence in [*_remarks(result["native"], where), *([unknown] if unknown else [])]:
         print_text(sentence)
+    if out is not None:
+        print_text(f"written to {out}/: {' and '.join(FILES[: 1 if counts else 2])}")
 
 
 def _command(

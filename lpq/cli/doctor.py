@@ -204,7 +204,7 @@ def installed(distribution: str) -> str:
 
 def devices() -> list[dict[str, Any]]:
     """The devices that torch lists, also those that it cannot use."""
-    threads = f"{torch.get_num_threads()} threads"
+    threads = f"threads: {torch.get_num_threads()}"
     rows = [{"device": "cpu", "name": platform.machine(), "detail": threads, "broken": False}]
     for index in range(torch.cuda.device_count()):
         name, broken = "", False

@@ -26,6 +26,7 @@ def test_a_map_is_a_table_and_a_picture(lpq: Callable, tmp_path: Path, monkeypat
     assert (ended.status, ended.err) == (0, "")
     assert "mxfp8: times as fast as bf16, forward and backward; CPU" in ended.out
     assert "These are times of emulation" in ended.out
+    assert f"written to {tmp_path}/out/: bench.json and bench.svg" in ended.out.replace("\n", "")
     found = json.loads((tmp_path / "out" / "bench.json").read_text())
     assert [(s["tokens"], s["inputs"], s["outputs"]) for s in found["shapes"]] == [
         (16, 16, 16), (16, 48, 48), (32, 16, 16), (32, 48, 48),
