@@ -223,7 +223,8 @@ def _lines(rows: Tensor, quantizer: Quantizer, title: str) -> Lines:
 
 
 def _in_lines(quantizer: Quantizer, operand: Storage) -> Lines:
-    lines = torch.cat([_bytes(row_major(tensor)) for tensor in operand.tensors()], 1)
+    buffers = [row_major(tensor) for tensor in operand.tensors()]
+    lines = torch.cat([t.reshape(t.shape[0], prod(t.shape[1:])).view(torch.uint8) for t in buffers], 1)
     return Lines(quantizer, operand, lines)
 
 
@@ -248,11 +249,6 @@ def _lines_or_nothing(gradient: Tensor, quantizer: Quantizer, call: Route) -> Li
 
     at_the_end_of_backward(check)
     return lines
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a buffer, a line for each row."""
-    return tensor.reshape(tensor.shape[0], prod(tensor.shape[1:])).view(torch.uint8)
 
 
 def _pieces(lines: Tensor, buffers: Sequence[Tensor]) -> Iterator[Tensor]:

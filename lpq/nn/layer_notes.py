@@ -69,7 +69,7 @@ def _gathers(layer: Layer, columns: bool, ranks: int) -> str:
         return f"; {what} is gathered in high precision: the recipe quantizes nothing"
     quantizer, size = (recipe.x, layer.in_features) if columns else (recipe.dy, layer.out_features)
     together = [(True, True)] if not columns else [(True, False), (False, True)]
-    unit = _unit(quantizer)
+    unit = math.lcm(*quantizer.side("row").units(0), *quantizer.side("col").units(1))  # tokens that stay together
     cut = Cut(0, 0, ranks, unit * -(-TOKENS // (unit * ranks)))
     rows = cut.size * ranks
     for row, col in together:
@@ -86,11 +86,6 @@ def _gathers(layer: Layer, columns: bool, ranks: int) -> str:
     if columns and layer.layouts.overlap and symmetric.serves(layer.weight.device):
         text += "; it is multiplied as it arrives, where a rank's tokens lie side by side"
     return text
-
-
-def _unit(quantizer: Quantizer) -> int:
-    """The number of tokens that must stay together."""
-    return math.lcm(*quantizer.side("row").units(0), *quantizer.side("col").units(1))
 
 
 def expert_notes(model: nn.Module) -> Iterator[tuple[str, str]]:

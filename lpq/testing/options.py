@@ -141,7 +141,7 @@ def partners() -> tuple[str, ...]:
 
 def _pairwise(valid: dict[Quantizer, tuple[Any, ...]]) -> list[Quantizer]:
     """Some of these combinations, the first among them, in which all pairs of values occur."""
-    pairs = {quantizer: _pairs(values) for quantizer, values in valid.items()}
+    pairs = {quantizer: set(itertools.combinations(enumerate(values), 2)) for quantizer, values in valid.items()}
     first = next(iter(valid))
     quantizers, pairs_to_meet = [first], set().union(*pairs.values()) - pairs[first]
     while pairs_to_meet:
@@ -149,10 +149,6 @@ def _pairwise(valid: dict[Quantizer, tuple[Any, ...]]) -> list[Quantizer]:
         quantizers.append(best)
         pairs_to_meet -= pairs[best]
     return quantizers
-
-
-def _pairs(values: tuple[Any, ...]) -> set[Any]:
-    return set(itertools.combinations(enumerate(values), 2))
 
 
 def only(predicate: Callable[[Quantizer], bool], words: str) -> Callable[[Test], Test]:
