@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lpq.distributed.shard import WeightShard
 from lpq.emulation.bf16_gemm import multiplied_exactly
 from lpq.nn.linear import Layer
 from lpq.nn.multiply import LayerCall, LayerContext, Multiplication, Prepared, Within
@@ -85,7 +86,8 @@ def mlp(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Act
     if torch.compiler.is_compiling() or high or why_apart(before, down) is not None:
         return _apart(x, before, down, activation)
     for layer in (*before, down):
-        if layer.passes.fresh:  # type: ignore[union-attr]  # and producers encode by states; this is in every step
+        weight = layer._parameters.get("weight")  # this is in every step
+        if layer.passes.fresh or isinstance(weight, WeightShard):  # type: ignore[union-attr]  # producers encode by states
             return _apart(x, before, down, activation)
     prepared: list[Any] = []
     for layer in before:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from support.comparing import equal
 from torch import Tensor, nn
 from torch.func import functional_call, grad
+from torch.nn.utils import parametrizations
 
 import lpq
 
@@ -119,6 +120,18 @@ def test_layers_draw_random_numbers_in_the_order_of_their_calls(
     draws = block is UpFirst and recipe == "nvfp4"
     assert len(fused_passes) == (not draws)
     assert ("it calls up before gate, and fused these would draw" in str(lpq.report(net))) == draws
+
+
+@pytest.mark.parametrize("computed", ["gate", "up", "down"])
+def test_a_layer_computes_its_weight_and_others_wait_for_a_gather(computed: str, fused_passes: list[int]) -> None:
+    """The pass began as one function, and ended in an AttributeError at the first layer that waits."""
+    plain = lpq.convert(nn.Sequential(Block()).to(torch.bfloat16), "nvfp4", include="all")
+    parametrizations.weight_norm(plain.get_submodule(f"0.{computed}"))
+    lpq.convert(plain, "nvfp4", include="all", weights="high_precision")
+    net = lpq.convert(copy.deepcopy(plain), "nvfp4", include="all", weights="high_precision", fuse=True)
+    assert fused(net) == ["0"]
+    assert equal(step(net, rows(16)), step(plain, rows(16)))
+    assert not fused_passes
 
 
 class Norm(nn.Module):
