@@ -10,6 +10,7 @@ import torch
 from support.hugging_face import small
 from support.small_models import LlamaMlp, Normed, converted, linears
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 import lpq
 
@@ -106,6 +107,17 @@ def test_what_cannot_be_restored_is_refused_and_unchanged() -> None:
     assert type(grouped[0][0]) is lpq.nn.Linear
     grouped[1].recipe = None
     assert type(lpq.restore(grouped)[0][0]) is nn.Linear
+    model = converted("mxfp8", 64, 64, 64)
+    parametrizations.weight_norm(model[1])
+    for recipe in (model[1].recipe, None):
+        model[1].recipe = recipe
+        with pytest.raises(
+            ValueError, match=r"1 \(ParametrizedLinear\) .*parametrized since: .*remove_parametrizations"
+        ):
+            lpq.restore(model)
+        assert type(model[0]) is lpq.nn.Linear
+    parametrize.remove_parametrizations(model[1], "weight")
+    assert [type(layer) for layer in lpq.restore(model)] == [nn.Linear, nn.Linear]
     model = converted("mxfp8", 64, 64)
     with lpq.hold_weights(model), pytest.raises(ValueError, match=r"leave lpq\.hold_weights"):
         lpq.restore(model)
