@@ -45,7 +45,7 @@ def check(layer: WeightedLayer, input: Tensor, weight: Tensor) -> None:
         raise RuntimeError(f"{layer.title}: {why}")
     if not torch.compiler.is_compiling():
         check_static(layer, layer.title)
-        if layer.gather is not None and "weight" not in layer._parameters:
+        if layer.gather is not None and "weight" in vars(layer):
             _check_prepared(layer, weight)
     if weight.shape[1:] != (layer.in_features,):
         raise ValueError(

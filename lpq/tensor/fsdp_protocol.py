@@ -115,10 +115,11 @@ class Gathered:
     ) -> tuple[tuple[Tensor, ...], Gatherer]:
         """Return the tensors to gather, and data for ``fsdp_post_all_gather``. FSDP2 calls it before a gather."""
         gather_of = getattr(module, "weight_gather", None)
-        if gather_of is None:
+        if gather_of is None or "weight" not in module._parameters:
             raise RuntimeError(
-                f"{type(module).__name__} has a parameter that lpq.convert(…, weights=…) prepared for a layer of lpq, "
-                "and only such a layer can gather it"
+                f"{getattr(module, 'title', type(module).__name__)}: it has a {[*outer_size]} parameter that "
+                "lpq.convert(…, weights=…) prepared as the weight of a layer, and only as such it can be gathered: "
+                "apply what computes a weight of it (weight_norm, prune, a parametrization …) before lpq.convert"
             )
         gather: Gatherer = gather_of()
         assert isinstance(self, Tensor)
