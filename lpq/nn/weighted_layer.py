@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from lpq.distributed.tensor_parallel import Layouts
     from lpq.distributed.weight_gather import Gather
 
+SWAPPED = (
+    "other code refers to a weight that is to be exchanged, such as a graph of autograd: delete losses and outputs of "
+    "earlier passes, or load without torch.__future__.set_swap_module_params_on_conversion(True)"
+)
+
 
 class WeightedLayer(StatefulLayer):
     """A module with a weight, which FSDP2 may gather quantized, and with memories."""
@@ -51,7 +56,10 @@ class WeightedLayer(StatefulLayer):
         assigned = args[0].get("assign_to_params_buffers") and f"{prefix}weight" in state_dict
         if assigned and self.gather is not None:
             state_dict[f"{prefix}weight"] = in_place_of(self.weight, state_dict[f"{prefix}weight"])
+        errors, known = args[-1], len(args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)
+        if self.gather is not None:
+            errors[known:] = [f"{SWAPPED}: {e}" if e.startswith("While swapping") else e for e in errors[known:]]
         self.claim_weight()  # with assign=True it is another one
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

@@ -105,6 +105,20 @@ def test_a_prepared_weight_that_cannot_be_moved_is_named(weights: Any) -> None:
     assert model[0].weight.dtype == torch.bfloat16
 
 
+def test_a_stored_weight_that_cannot_be_exchanged_by_a_loaded_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch says that it "has weakref associated with it"."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    model = converted("mxfp8", 64, 64, 64, weights="quantized")
+    loss = model(torch.ones(4, 64)).sum()
+    state = {name: value + 1 for name, value in linears(64, 64, 64).state_dict().items()}
+    words = r"other code refers to a weight .* a graph of autograd: delete losses.*parameter named \"1\.weight\""
+    with pytest.raises(RuntimeError, match=words):
+        model.load_state_dict(state)
+    del loss
+    model.load_state_dict(state)
+    assert model[1].weight.dequantize().gt(0.5).all()
+
+
 # ------------------------------------------------------------------------------------------ inputs of a layer
 
 NESTED = [torch.randn(2, 32), torch.randn(3, 32)]
