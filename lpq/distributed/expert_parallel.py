@@ -96,6 +96,8 @@ def _check(module: nn.Module, mesh: DeviceMesh) -> None:
             f"ExpertParallel: {count} experts of {name} over {mesh.size()} ranks: use a number that divides them"
         )
     for key, parameter in parameters.items():
+        if hasattr(parameter, "device_mesh"):
+            raise ValueError(f"ExpertParallel: {key} of {name} is sharded already: apply it once, before fully_shard")
         if parameter.dim() < 2 or parameter.shape[0] != count:
             raise ValueError(
                 f"ExpertParallel: {key} of {name} is {list(parameter.shape)}, and not one part for each of {count} "

@@ -423,6 +423,14 @@ def test_what_ranks_cannot_share_out_is_refused(rank: int) -> None:
     prepared = lpq.convert(copy.deepcopy(Experts(None)), "mxfp8", weights="high_precision")
     with pytest.raises(ValueError, match="was prepared by lpq"):
         parallelize_module(prepared, mesh, ExpertParallel())
+    shared = parallelize_module(Experts("mxfp8"), mesh, ExpertParallel())
+    sharded = fully_shard(Experts("mxfp8"), mesh=mesh)
+    for experts, before in ((shared, shared.dispatched), (sharded, None)):
+        with pytest.raises(
+            ValueError, match=r"up\.weight of \w*Experts is sharded already: apply it once, before fully"
+        ):
+            parallelize_module(experts, mesh, ExpertParallel())
+        assert vars(experts).get("dispatched") is before
     with pytest.raises(ValueError, match="dispatch='quantized': choose from encoded, high_precision"):
         ExpertParallel(dispatch="quantized")  # type: ignore[arg-type]
     for recipe, reason in (
