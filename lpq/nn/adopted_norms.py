@@ -145,7 +145,7 @@ def _tried(module: nn.Module, kinds: Sequence[NormKind]) -> Found | None:
                 x, dy = drawn(len(sizes), cols).mul(sizes[:, None]).to(dtype), drawn(len(sizes), cols).to(dtype)
                 values = {name: drawn(cols).mul(SIZES[-1] if casts else 1).to(dtype) for name in names}
                 with torch.autocast("cpu", torch.bfloat16, enabled=casts):
-                    computed = _computed(run, x, dy, values)
+                    computed = [*_computed(run, x, dy, values)]
                 kinds = [k for k in kinds if all(map(_same, computed, _computed(k.compute, x, dy, values)))]
                 if trial.asks or not kinds:
                     return None
@@ -193,8 +193,11 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-def _computed(function: Callable[..., Tensor], x: Tensor, dy: Tensor, parameters: Mapping[str, Tensor]) -> list[Tensor]:
-    """The output, and the gradients of the input and of the parameters."""
+def _computed(
+    function: Callable[..., Tensor], x: Tensor, dy: Tensor, parameters: Mapping[str, Tensor]
+) -> Iterator[Tensor]:
+    """The output, and then the gradients of the input and of the parameters, which nobody needs of another output."""
     x, *others = leaves = [t.detach().requires_grad_() for t in (x, *parameters.values())]
     y = function(x, **dict(zip(parameters, others, strict=True)))
-    return [y, *torch.autograd.grad(y, leaves, dy)]
+    yield y
+    yield from torch.autograd.grad(y, leaves, dy)

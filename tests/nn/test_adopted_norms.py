@@ -206,3 +206,16 @@ def test_fusing_tries_each_norm_once() -> None:
         lpq.fuse(model)
         assert len(RUNS) == 6 * len(TRIED)
         assert len(lpq.report(model).fused) == 6
+
+
+def test_no_gradients_are_compared_where_outputs_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm without a bias may be of four kinds."""
+    grad, ours = torch.autograd.grad, list[Any]()
+
+    def noting(y: Tensor, *args: Any, **within_torch: Any) -> Any:
+        ours.extend([] if within_torch else [y])
+        return grad(y, *args, **within_torch)
+
+    monkeypatch.setattr(torch.autograd, "grad", noting)
+    assert kind_of(nn.LayerNorm(DIM, bias=False)) == NormKind(1e-5, centers=True)
+    assert len(ours) == 2 * len(TRIED)
