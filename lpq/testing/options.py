@@ -110,7 +110,7 @@ def _values(name: str, field: dataclasses.Field[Any], hint: Any) -> list[Any]:
     if not values:
         raise OptionError(
             f"option {field.name!r} of {name} has no default and no list of values: name the quantizer in "
-            f"full, as --lpq-format '{name}({field.name}=…)'"
+            f"full, as '{name}({field.name}=…)'"
         )
     return values
 

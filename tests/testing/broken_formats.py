@@ -293,6 +293,13 @@ class Picky(Modes):
 
 
 @dataclass(frozen=True)
+class Levels(Int8):
+    """Has an option that has to be given; nothing is wrong with it."""
+
+    levels: int
+
+
+@dataclass(frozen=True)
 class LeavesOneOut(Int8):
     """An option that ``==`` leaves out: what was made for one quantizer is taken for another."""
 

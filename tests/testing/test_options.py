@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 
 import broken_formats as broken
+import pytest
 
 import lpq
 from lpq import registry
 from lpq.core import Quantizer
+from lpq.registry.errors import OptionError
 from lpq.testing.options import ALL, family, partners
 
 
@@ -51,6 +53,12 @@ def test_a_quantizer_as_an_option_is_every_other_format() -> None:
     assert others <= set(partners())
     assert {(str(q.row), str(q.col)) for q in hybrids} >= set(itertools.product(others, others))
     assert {q.col_source for q in hybrids} == {"original", "row"}
+
+
+def test_an_option_without_values_is_asked_for() -> None:
+    """In words for ``lpq check`` and for pytest alike."""
+    with pytest.raises(OptionError, match=r"name the quantizer in full, as 'broken\(levels=…\)'$"):
+        texts_of(broken.Levels)
 
 
 def test_options_that_do_not_go_together_are_left_out() -> None:
