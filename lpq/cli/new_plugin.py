@@ -15,7 +15,7 @@ import typer
 from lpq import registry
 from lpq.files.outputs import writable
 from lpq.registry.errors import LpqError, OptionError
-from lpq.registry.grammar import parse
+from lpq.registry.grammar import why_no_name
 from lpq.registry.showing import brief
 
 NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -55,9 +55,8 @@ def check_name(name: str) -> None:
             f"{brief(name)} cannot be the name of a format: use lower-case letters, digits and _, a letter first, "
             "64 at most"
         )
-    (_, value), *_ = parse(f"format(name={name})").options
-    if value != name:
-        raise OptionError(f"{name!r} cannot be the name of a format: in a quantizer string it means {value}")
+    if meant_otherwise := why_no_name(name):
+        raise OptionError(meant_otherwise)
     for plugin in registry.plugins():
         if name == plugin.name or name in plugin.formats or name in plugin.recipes:
             raise OptionError(f"{name!r} is taken by {plugin.title}: choose another name")

@@ -10,8 +10,9 @@ from lpq.recipes import toml
 from lpq.recipes.errors import RecipeError, UnknownKey, place
 from lpq.recipes.gemms import Recipe
 from lpq.recipes.recipe_sources import RecipeLike, recipe
-from lpq.recipes.rules import LEAVE, SKIP, Policy, Rule
+from lpq.recipes.rules import LEAVE, Policy, Rule
 from lpq.registry.errors import suggestion
+from lpq.registry.grammar import SKIP
 from lpq.registry.shipped import policy_file
 from lpq.registry.showing import brief
 

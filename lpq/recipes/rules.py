@@ -17,13 +17,12 @@ from lpq.recipes.blocks import block_of, spans, stacks_of
 from lpq.recipes.errors import RecipeError, place
 from lpq.recipes.gemms import Recipe
 from lpq.recipes.globs import LONGEST, covers, literal, matches, matching, within
+from lpq.registry.grammar import SKIP
 from lpq.registry.showing import Readable, brief, preformatted
 from lpq.registry.toml import text_of
 
 PART = re.compile(r"[^.*?\[]+")
 """A part of a dotted name."""
-SKIP = "skip"
-"""The word that stands in a file in place of a recipe, for a layer that is left alone."""
 HEAD = "lm_head"
 """The part of a name that stands for any layer that a model names as its output embeddings, too."""
 LEAVE = (HEAD, "gate", "router")

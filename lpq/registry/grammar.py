@@ -27,6 +27,8 @@ _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|' r"'(?:[^'\\]|\\.)*'", re.DOTALL)
 _INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
 _FLOAT = re.compile(r"[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|inf|nan)", re.ASCII | re.IGNORECASE)
 _CONSTANTS: dict[str, bool | None] = {"true": True, "false": False, "none": None}
+SKIP = "skip"
+"""The word that stands in a file in place of a recipe, for a layer that is left alone."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,14 @@ def _meaning(word: str) -> bool | int | float | str | None:
     if _INTEGER.fullmatch(word):
         return int(word)
     return float(word) if _FLOAT.fullmatch(word) else word
+
+
+def why_no_name(word: str) -> str | None:
+    """Why ``word`` cannot be the name of a format or a recipe; None if it means nothing else."""
+    means = "in a rule of a policy it leaves layers alone" if word == SKIP else None
+    if (value := _meaning(word)) != word:
+        means = f"in a quantizer string it means {value}"
+    return means and f"{word!r} cannot be a name: {means}"
 
 
 def _text(value: object) -> str:

@@ -113,6 +113,7 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
             "lpq-int8": "lpq-: lpq new-plugin int8 makes lpq-int8",
             "lpq_2": "lpq_: lpq new-plugin NAME makes lpq-NAME",
             "none": "in a quantizer string it means None",
+            "skip": "'skip' cannot be a name: in a rule of a policy it leaves layers alone",
             "mxfp8": "'mxfp8' is taken by plugin mxfp8 (lpq ",
             "bf16": "'bf16' is taken by plugin bf16 (lpq ",
         }.items()

@@ -412,3 +412,36 @@ def test_two_threads_that_import_leave_the_default_dtype_of_the_program(site) ->
         assert torch.get_default_dtype() is torch.bfloat16
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    {
+        "skip": "in a rule of a policy it leaves layers alone", "none": "in a quantizer string it means None",
+        "True": "in a quantizer string it means True", "inf": "in a quantizer string it means inf",
+    }.items(),
+)  # fmt: skip
+def test_a_word_that_means_something_is_no_name(name: str, words: str) -> None:
+    """A rule with a format by the name ``skip`` would leave its layers alone, without a word."""
+    for made in (
+        registry.FormatSpec(name=name, summary="", quantizer="q:Q", storage="q:S", effective_bits=8),
+        registry.RecipeSpec(name="acme", summary="", recipe="mxfp8", aliases=(name,)),
+    ):
+        plugin = Answers(made)
+        with pytest.raises(PluginError, match=rf"'{name}' cannot be a name: {words}. Remedy: choose another one"):
+            registry.register(plugin, name=made.name)
+
+
+class Answers:
+    """A plugin that registers one spec."""
+
+    def __init__(self, made: registry.FormatSpec | registry.RecipeSpec) -> None:
+        self.made = made
+
+    @registry.hookimpl
+    def lpq_register_formats(self) -> list[registry.FormatSpec]:
+        return [self.made] if isinstance(self.made, registry.FormatSpec) else []
+
+    @registry.hookimpl
+    def lpq_register_recipes(self) -> list[registry.RecipeSpec]:
+        return [self.made] if isinstance(self.made, registry.RecipeSpec) else []
