@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -124,6 +125,11 @@ def targets(model: nn.Module, search: str | None) -> list[Target]:
     state, _ = view.state()
     dtypes = gathered_dtypes(view.module)
     result: list[Target] = []
+
+    @cache  # many layers have the same quantizers, and each new one is checked
+    def frozen(quantizer: Quantizer, search: str | None, static: bool) -> Quantizer:
+        return quantizer.frozen(search, static=static)
+
     for name, layer, path, stack, expert in places(view):
         recipe: Any = layer.recipe
         if layer.schedule is not None and len(layer.schedule.pieces) > 1:
@@ -133,9 +139,9 @@ def targets(model: nn.Module, search: str | None) -> list[Target]:
             )
         weight: Any = state[key] if (key := f"{PREFIX}{path}") in state else layer.weight  # which is computed
         stored = isinstance(local_part(weight), QuantizedTensor)
-        static = _static(recipe, search, weights=not stored)
+        static = _static(recipe, search, frozen, weights=not stored)
         of_weight = None if stored else weight
-        dynamic = _with(recipe, lambda quantizer, _: quantizer.frozen(static=False))
+        dynamic = _with(recipe, lambda quantizer, _: frozen(quantizer, None, False))
         target = Target(name, layer, static, dynamic, of_weight, dtypes.get(id(layer)), stack, expert)
         if static != recipe or target.names("x") or target.names("w"):
             result.append(target)
@@ -167,13 +173,15 @@ def searches(target: Target, search: str) -> bool:
     return target.weight is not None and (w.side("row").searched_by(search) or w.side("col").searched_by(search))
 
 
-def _static(recipe: Recipe, search: str | None, *, weights: bool) -> Recipe:
-    def frozen(quantizer: Quantizer, tensor: str) -> Quantizer:
+def _static(
+    recipe: Recipe, search: str | None, frozen: Callable[[Quantizer, str | None, bool], Quantizer], *, weights: bool
+) -> Recipe:
+    def change(quantizer: Quantizer, tensor: str) -> Quantizer:
         if tensor == "w":
-            return quantizer.frozen(search) if weights else quantizer
-        return quantizer.frozen()
+            return frozen(quantizer, search, True) if weights else quantizer
+        return frozen(quantizer, None, True)
 
-    return _with(recipe, frozen)
+    return _with(recipe, change)
 
 
 def _with(recipe: Recipe, change: Callable[[Quantizer, str], Quantizer]) -> Recipe:
