@@ -93,7 +93,7 @@ def rows(trainings: Sequence[Training], of: str) -> list[tuple[str, ...]]:
             difference[1] = f"{100 * gap.half:.2f} %"
             difference[2] = str(max(2, math.ceil((2 * gap.spread / NARROW) ** 2)))
         part = None if gap.title in baselines else closed(trainings, gap.title, of)
-        shares = ("", "") if part is None else (f"{100 * part.share:.0f} %", f"{100 * part.half:.0f} %")
+        shares = ("", "") if part is None else (f"{100 * part.share:z.0f} %", f"{100 * part.half:.0f} %")
         cells.append((gap.title, str(gap.seeds), *difference[:2], *shares, difference[2]))
     return cells
 
