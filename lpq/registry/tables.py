@@ -74,33 +74,36 @@ class _Cells:
         if console.width < NARROW:
             self._print_records(console)
         elif _width(self.natural) <= console.width:
-            self._print_table(console, [(head, False) for head in self.heads])
+            self._print_table(console, [(head, False, None) for head in self.heads])
         else:
             self._print_broken(console)
 
-    def _print_table(self, console: Console, heads: Sequence[tuple[str, bool]], **how: Any) -> None:
-        """``heads``: each with whether its cells may be broken."""
+    def _print_table(self, console: Console, heads: Sequence[tuple[str, bool, int | None]], **how: Any) -> None:
+        """``heads``: each with whether its cells may be broken, and the width of its column, if it is fixed."""
         grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, **how)
-        for i, (head, folds) in enumerate(heads):
+        for i, (head, folds, width) in enumerate(heads):
             side: JustifyMethod = "right" if i and all(map(NUMBER.fullmatch, self.columns[i])) else "left"
-            grid.add_column(escape(head), justify=side, overflow="fold", no_wrap=not folds)
+            grid.add_column(escape(head), justify=side, overflow="fold", no_wrap=not folds, width=width)
         for row in zip(*self.columns, strict=True):
             grid.add_row(*map(escape, row))
         edge = [""] if how else []
         console.print(*edge, grid, *edge, sep="\n")
 
     def _print_broken(self, console: Console) -> None:
-        """Print them in a terminal that is narrower than they are: numbers and the first column are not broken."""
-        heads, least = [], 0
+        """Print them in a terminal that is narrower: numbers and words of the first column are not broken."""
+        heads, least = list[tuple[str, bool, int | None]](), 0
         for i, (head, cells) in enumerate(zip(self.heads, self.columns, strict=True)):
             number = i > 0 and all(map(NUMBER.fullmatch, cells))
             folds = not number and (i > 0 or any(" " in cell for cell in cells))
-            heads.append((head.replace("-", "-\n").replace(" x ", " x\n") if number else head, folds))
+            heads.append((head.replace("-", "-\n").replace(" x ", " x\n") if number else head, folds, None))
             words = " ".join([heads[-1][0], *cells]).split() if folds else [*heads[-1][0].split("\n"), *cells]
-            least += min(max(map(len, words)), FOLDED) if folds else max(map(len, words))
-        if least + 2 * (len(heads) - 1) > console.width:
+            least += min(max(map(len, words)), FOLDED) if folds and i else max(map(len, words))
+        if (spare := console.width - least - 2 * (len(heads) - 1)) < 0:
             self._print_records(console)
         else:
+            words = " ".join([self.heads[0], *self.columns[0]]).split()
+            if heads[0][1]:
+                heads[0] = (self.heads[0], True, min(self.natural[0], max(map(len, words)) + spare // 2))
             self._print_table(console, heads, show_edge=False, padding=(0, 1, 0, 0))
 
     def _print_records(self, console: Console) -> None:

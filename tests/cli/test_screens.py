@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lpq import registry
+from lpq.registry.tables import drawn
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,20 @@ def test_a_narrow_terminal_has_records_in_place_of_tables(
     monkeypatch.setenv("COLUMNS", "70")
     assert "─" in lpq(command).out
     assert "─" not in narrow
+
+
+def test_words_of_the_first_column_are_whole_at_any_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of layers in a report, where one also tells of another recipe."""
+    names, format_text = [f"blocks.{i}.attention.qkv if mxfp4" for i in range(3)], "mxfp4(scale=ceil, stochastic=true)"
+    heads, numbers = ("layer", *"abcdefghij", "format"), ["1234.567"] * 10
+    tables = 0
+    for width in range(70, 190):
+        monkeypatch.setenv("COLUMNS", str(width))
+        lines = drawn("title", heads, [[name, *numbers, format_text] for name in names]).splitlines()
+        assert {"blocks.2.attention.qkv", "mxfp4"} <= {word for line in lines for word in line.split()}, width
+        assert max(map(len, lines)) <= width
+        tables += any("─" in line for line in lines)
+    assert 20 < tables < 100
 
 
 def test_a_remark_about_many_kernels_is_made_once(lpq: Callable) -> None:
