@@ -69,8 +69,8 @@ class Culprits(Readable):
     """Whether the replay gave the gradients of the step to the bit; None: there were none to compare with, or they were
     added to ``main_grad``. A replay runs eagerly: it rounds otherwise in some places than a step that ran compiled."""
     off_in_bf16: str | None = None
-    """Why the step is off its course in bf16 as well: then no layer was looked for. None: it is not, or no course was
-    given."""
+    """Why the step is off its course in bf16 as well: then no layer was looked for. Without a course, the loss or the
+    gradient norm is not finite in bf16. None: it is not so."""
     had_before: bool = False
     """Whether ``before=`` was given."""
 
@@ -164,9 +164,11 @@ def culprits(
         whole = {layer: in_bf16(layer, recipe) for layer, recipe in replay.layers.items()}
         error = GradientError(ranks, [replay], whole)
         start, loss = error.between([base]), ranks.mean(loss)
-        off = None
+        norm_in_bf16, off = float(gradient_norm(model)), None
         if course is not None:
-            off = course.why_as_well((loss, norm), (error.loss, float(gradient_norm(model))))
+            off = course.why_as_well((loss, norm), (error.loss, norm_in_bf16))
+        elif not (math.isfinite(error.loss) and math.isfinite(norm_in_bf16)):
+            off = f"the loss is {error.loss:.4g}, the gradient norm {norm_in_bf16:.4g}"
 
         def moved(part: Parts) -> float:
             now = error.of(part)

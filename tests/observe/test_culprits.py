@@ -216,6 +216,15 @@ def test_a_jump_that_bf16_has_as_well_is_no_layers_doing(jump: Callable[[Tensor]
     assert {m.recipe for m in net.modules() if isinstance(m, lpq.nn.Layer)} == {lpq.recipe("nvfp4")}
 
 
+def test_a_nan_that_bf16_has_as_well_is_told_without_a_course() -> None:
+    net, x = model(), batch()
+    x[3, 5] = torch.nan
+    found = lpq.observe.culprits(net, closure_of(net, x))
+    assert found.off_in_bf16 == "the loss is nan, the gradient norm nan"
+    assert "no layer's format is the cause (the loss is nan" in str(found)
+    assert "no layer by itself" not in str(found)
+
+
 @pytest.mark.parametrize("is_nan", [False, True])
 def test_a_jump_of_one_layers_format_is_that_layers_doing(is_nan: bool) -> None:
     """The loss of bf16 stays on the course. Where the layer makes a NaN, it may leave the course: it is a number."""
