@@ -91,6 +91,18 @@ def test_a_report_without_a_run_asks_for_one(
     assert "there is no run under runs/ to report on: name a run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("watch", "recipe"), [(100, "nvfp4"), (1, "bf16")])
+def test_a_report_on_a_run_without_a_line_says_why(
+    watch: int, recipe: str, tiny: MakeConfig, console: Console, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run(tiny(watch=watch, recipe=recipe, baseline=False, steps=2), console)
+    with pytest.raises(SystemExit) as ended:
+        main_of(["report", str(tmp_path / "run")])
+    assert ended.value.code == 1
+    assert "numerics.jsonl has no line: the run came to no step whose number" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "numerics.html").exists()
+
+
 def test_a_report_on_what_is_no_run_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "bf16-seed0.json").touch()
     for path, words in (

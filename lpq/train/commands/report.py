@@ -55,6 +55,11 @@ def report(run: Run = None, out: Out = None, lines: Lines = 20) -> None:
         raise OptionError(f"{page} has the statistics, and the page would be written over them: choose another --out")
     check_writable(page, "choose another --out")
     readings = Readings.read(place)
+    if not readings.readings():
+        raise NumericsError(
+            f"{place} has no line: the run came to no step whose number is a multiple of --watch, or its recipe "
+            "encodes no tensor, as bf16 does"
+        )
     typer.echo(readings.table(lines))
     readings.page(page)
     typer.echo(f"the page is {page}")
