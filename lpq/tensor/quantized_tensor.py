@@ -259,9 +259,19 @@ class QuantizedTensor(Gathered, Tensor):
         return self.with_operands(row, col, self.shape, self.dtype)
 
     def tell_if_rounded_twice(self, source: QuantizedTensor) -> None:
-        """Warn if the values of another format are to be encoded, as when a checkpoint of another format is loaded."""
-        sides = [t.quantizer.side(d) for t in (self, source) for d, _ in t.operands]
-        if source.quantizer != self.quantizer and not any(side.plain for side in sides):
+        """Warn if stored values are to be encoded again: values of another format, as when a checkpoint of another
+        format is loaded, or a part that shares a scale with others, as when ``dcp.load`` puts shards together."""
+        if any(t.quantizer.side(d).plain for t in (self, source) for d, _ in t.operands):
+            return
+        if self.window is not None and not self.window.apart:
+            whole = self.window.whole
+            warn(
+                f"{whole.whose}a part {list(self.shape)} of this {list(whole.shape)} tensor is written, with which the "
+                f"rest shares scales of {self.quantizer}: all of it is encoded again, and what is small beside the "
+                "largest value is lost. Write the whole, or load it by lpq.checkpoint.load, on any number of ranks",
+                PrecisionWarning,
+            )
+        elif source.quantizer != self.quantizer:
             warn(
                 f"{self.whose}the values written to this {list(self.shape)} tensor, stored as {self.quantizer}, were "
                 f"stored as {source.quantizer}: they are rounded twice. Write it from high precision if you can",

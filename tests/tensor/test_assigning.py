@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -128,3 +130,21 @@ def test_an_average_that_is_assigned_leads_to_the_masters(avg_fn: Any) -> None:
         average.update_parameters(model)
     with pytest.warns(PrecisionWarning, match=r"no gradient flows$"):
         lpq.quantizer("mxfp8").quantize(normal(64, 64)) * 2  # which is no weight
+
+
+def test_stored_values_that_are_put_together_of_parts_are_warned_of() -> None:
+    """As ``dcp.load`` does it on another number of ranks. Values of other blocks alone are copied, without a word."""
+    small, words = torch.randn(64, 64), r"a part \[32, 64\] of this \[64, 64\] tensor is written, with which the rest "
+    for text in ("nvfp4", "fp8", "fp8(scaling=row)"):
+        saved, loaded = lpq.quantizer(text).quantize(small), lpq.quantizer(text).quantize(torch.full((64, 64), 1e9))
+        for part in (slice(0, 32), slice(32, 64)):
+            with pytest.warns(PrecisionWarning, match=words + rf"shares scales of {re.escape(text)}: all of it is"):
+                loaded[part].copy_(saved[part])
+        assert (text == "fp8(scaling=row)") == bool(loaded.dequantize()[:32].any())  # why it warns
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for text in ("mxfp8", "mxfp4", "nvfp4"):
+            saved, loaded = lpq.quantizer(text).quantize(small), lpq.quantizer(text).quantize(torch.full((64, 64), 1e9))
+            for part in (slice(0, 64),) if text == "nvfp4" else (slice(0, 32), slice(32, 64)):
+                loaded[part].copy_(saved[part])
+            assert torch.equal(loaded.dequantize(), saved.dequantize())
