@@ -15,7 +15,7 @@ import typer
 from lpq import registry
 from lpq.files.outputs import writable
 from lpq.registry.errors import LpqError, OptionError
-from lpq.registry.grammar import why_no_name
+from lpq.registry.plugin_faults import why_no_name
 from lpq.registry.showing import brief
 
 NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")

@@ -140,23 +140,16 @@ class _Reader:
             raise GrammarError(self.text, self.position, f"no word or number has {len(word)} characters")
         if self.text.startswith("(", self.position) and NAME.fullmatch(word):
             return self.call(word)
-        return _meaning(word)
+        return meaning(word)
 
 
-def _meaning(word: str) -> bool | int | float | str | None:
+def meaning(word: str) -> bool | int | float | str | None:
+    """The value of a word in a quantizer string: the word itself if it means nothing else."""
     if word.lower() in _CONSTANTS:
         return _CONSTANTS[word.lower()]
     if _INTEGER.fullmatch(word):
         return int(word)
     return float(word) if _FLOAT.fullmatch(word) else word
-
-
-def why_no_name(word: str) -> str | None:
-    """Why ``word`` cannot be the name of a format or a recipe; None if it means nothing else."""
-    means = "in a rule of a policy it leaves layers alone" if word == SKIP else None
-    if (value := _meaning(word)) != word:
-        means = f"in a quantizer string it means {value}"
-    return means and f"{word!r} cannot be a name: {means}"
 
 
 def _text(value: object) -> str:
@@ -166,6 +159,6 @@ def _text(value: object) -> str:
         return str(value)
     if not isinstance(value, str):
         raise OptionError(f"{brief(value)} is a {type(value).__name__}, which no quantizer string can hold")
-    if _WORD.fullmatch(value) and _meaning(value) == value:
+    if _WORD.fullmatch(value) and meaning(value) == value:
         return value
     return '"' + re.sub(r'["\\]', r"\\\g<0>", value) + '"'

@@ -20,9 +20,8 @@ import pluggy
 
 from lpq.registry import hookspecs
 from lpq.registry.errors import ImportStringError, PluginError, near_names, suggestion, words
-from lpq.registry.grammar import NAME, why_no_name
 from lpq.registry.operations import TABLE
-from lpq.registry.plugin_faults import fault, meant, nested, title
+from lpq.registry.plugin_faults import fault, meant, nested, title, why_no_name
 from lpq.registry.showing import brief, pip
 from lpq.registry.specs import (
     API_VERSION,
@@ -320,10 +319,8 @@ def _by_name(source: PluginSource, kind: Kind, specs: Sequence[Named]) -> dict[s
                 f"name it {allowed}, or name the entry point after it",
             )
         aliases: tuple[str, ...] = getattr(spec, "aliases", ())
-        if wrong := [name for name in (spec.name, *aliases) if not NAME.fullmatch(name)]:
-            raise source.error(f"{wrong[0]!r} is not a name", "use letters, digits, '_', '-' and '.'")
-        if meant_otherwise := next(filter(None, map(why_no_name, (spec.name, *aliases))), None):
-            raise source.error(meant_otherwise, "choose another one")
+        if why := next(filter(None, map(why_no_name, (spec.name, *aliases))), None):
+            raise source.error(why, "use letters, digits, '_', '-' and '.', and no word that means something")
         if spec.name in by_name:
             raise source.error(f"it registers {spec.name!r} twice", "give each its own name")
         by_name[spec.name] = spec

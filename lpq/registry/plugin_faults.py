@@ -1,5 +1,5 @@
-"""The faults of specs in words: fields that are not of the types which their dataclass declares, and names in import
-strings that lead nowhere."""
+"""The faults of specs in words: fields that are not of the types which their dataclass declares, names in import
+strings that lead nowhere, and words that are no names."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from types import ModuleType, NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from lpq.registry.errors import near_names
+from lpq.registry.grammar import NAME, SKIP, meaning
 from lpq.registry.showing import brief
 
 ImportString: TypeAlias = Annotated[str, "an import string, as 'package.module:attribute'"]
@@ -112,3 +113,13 @@ def meant(error: BaseException | None) -> str:
     elif isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
         near = near_names(str(error.name), vars(error.obj))
     return f" ({near})" if near else ""
+
+
+def why_no_name(word: str) -> str | None:
+    """Why ``word`` cannot be the name of a format or a recipe; None if it can."""
+    if not NAME.fullmatch(word):
+        return f"{word!r} is not a name"
+    means = "in a rule of a policy it leaves layers alone" if word == SKIP else None
+    if (value := meaning(word)) != word:
+        means = f"in a quantizer string it means {value}"
+    return means and f"{word!r} cannot be a name: {means}"

@@ -428,7 +428,7 @@ def test_a_word_that_means_something_is_no_name(name: str, words: str) -> None:
         registry.RecipeSpec(name="acme", summary="", recipe="mxfp8", aliases=(name,)),
     ):
         plugin = Answers(made)
-        with pytest.raises(PluginError, match=rf"'{name}' cannot be a name: {words}. Remedy: choose another one"):
+        with pytest.raises(PluginError, match=rf"'{name}' cannot be a name: {words}. Remedy: use letters"):
             registry.register(plugin, name=made.name)
 
 
