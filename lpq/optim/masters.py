@@ -160,7 +160,9 @@ class MasterWeights(Wrapper):
             self.seen(weight)
 
     def seen(self, weight: Tensor) -> None:
-        """Take note that the weight and its master belong together as they are now."""
+        """Take note that the weight and its master, if it has one, belong together as they are now."""
+        if weight not in self._copies:
+            return
         self._counts[weight] = _Seen.of(weight)
         self._due.discard(weight)
         self._rounded.discard(weight)

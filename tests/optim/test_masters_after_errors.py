@@ -254,3 +254,16 @@ def test_an_optimizer_that_is_refused_at_a_later_group_stays_as_it_was() -> None
     before = _bytes(weights)
     optimizer.step()
     assert _same(_bytes(weights), before) == [False, False, True]
+
+
+def test_a_tensor_without_a_master_is_not_taken_note_of() -> None:
+    weights, optimizer = _made()
+    for other in (torch.ones(3), nn.Parameter(torch.ones(64, 64)), weights[0].detach()):
+        optimizer.take(other)
+        optimizer.seen(other)
+    with torch.no_grad():
+        weights[0].fill_(2)
+    with pytest.raises(RuntimeError, match="was written to since its master was made"):
+        optimizer.step()
+    optimizer.seen(weights[0])
+    optimizer.step()
