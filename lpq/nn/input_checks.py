@@ -71,7 +71,7 @@ def _check_tensors(layer: WeightedLayer, input: Tensor, weight: Tensor) -> None:
 
 def unfit_dtypes(title: str, input: Tensor, weight: Tensor) -> TypeError:
     """The error for tensors one of which has a dtype that cannot be encoded."""
-    name, tensor = ("input", input) if input.dtype not in DTYPES else ("weight", weight)
+    name, tensor = ("weight", weight) if weight.dtype not in DTYPES else ("input", input)  # the model was cast, too
     return TypeError(
         f"{title}: the {name} is {tensor.dtype}; float32, bfloat16 and float16 can be encoded: cast it first"
     )

@@ -176,7 +176,7 @@ class Layer(WeightedLayer):
             if check_of_ranks is None or not grad:
                 self.compare_in_pass(first=grad)
             if bias is not None:
-                check_bias(bias, self.out_features, input.device)
+                check_bias(bias, self.out_features, input.device, self.title)
             shapes = self._shapes(input, weight, dtype, w_held, x_encoded)._replace(arrived=arrives)
             with on_device(shapes.device):
                 inputs = self.model.inputs if plan.shares and not x_encoded else None

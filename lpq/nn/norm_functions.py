@@ -7,7 +7,7 @@ module without parameters, and each call has a copy of it with its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -75,6 +75,12 @@ def _kept(
     layers: Sequence[nn.Module],
 ) -> EncodingNorm | None:  # fmt: skip
     """The norm that serves these layers; None if it would encode nothing, or torch refuses the shape."""
+    if not isinstance(input, Tensor) or not isinstance(shape, Sequence):
+        name, given = ("normalized_shape", shape) if isinstance(input, Tensor) else ("input", input)
+        wanted = f"({shape},)" if isinstance(input, Tensor) else "a tensor"
+        raise TypeError(f"{name} is a {type(given).__name__}: pass {wanted}")
+    if not isinstance(layers, Iterable):
+        raise TypeError(f"layers is a {type(layers).__name__}: it is a sequence of the modules that read the result")
     alone = isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList | nn.Sequential)
     stranger = layers if alone else next((one for one in layers if not isinstance(one, nn.Module)), None)
     if stranger is not None:

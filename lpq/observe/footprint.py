@@ -99,6 +99,8 @@ def memory(
     """
     check_model(model)
     check_whole("memory", 1, ranks=1 if ranks is None else ranks)
+    if not isinstance(param_dtype, torch.dtype | None):
+        raise TypeError(f"memory: param_dtype={param_dtype!r}: it is a dtype, such as torch.bfloat16, or None")
     for layer in converted(model):
         if getattr(layer, "layouts", None) is not None or getattr(layer, "dispatched", None) is not None:
             raise ValueError(f"memory counts what FSDP2 shards: call it before a style shares out {layer.title}")

@@ -122,16 +122,18 @@ def _unfit_buffer(buffer: object, shape: Sequence[int], device: torch.device) ->
     return f"is on {buffer.device}, and the tensor to encode on {device}" if buffer.device != device else ""
 
 
-def check_bias(bias: object, rows: int, device: torch.device) -> None:
+def check_bias(bias: object, rows: int, device: torch.device, title: str = "gemm") -> None:
     """Refuse a bias that is not one real number for each of the ``rows`` rows of ``b``, on this device."""
     if not isinstance(bias, Tensor):
-        raise TypeError(f"gemm: the bias is a {type(bias).__name__}: it must be a tensor, or None")
+        raise TypeError(f"{title}: the bias is a {type(bias).__name__}: it must be a tensor, or None")
     if not bias.is_floating_point():
-        raise TypeError(f"gemm: the bias is {bias.dtype}: cast it to a floating dtype")
+        raise TypeError(f"{title}: the bias is {bias.dtype}: cast it to a floating dtype")
     if bias.shape != (rows,):
         raise ValueError(
-            f"gemm: the bias is {list(bias.shape)}, and b has {rows} rows: pass one number for each of them, "
+            f"{title}: the bias is {list(bias.shape)}, and b has {rows} rows: pass one number for each of them, "
             f"of shape [{rows}]"
         )
     if bias.device != device:
-        raise ValueError(f"gemm: the bias is on {bias.device} and the operands are on {device}: move one to the other")
+        raise ValueError(
+            f"{title}: the bias is on {bias.device} and the operands are on {device}: move one to the other"
+        )

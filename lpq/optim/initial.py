@@ -40,6 +40,9 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor], opti
             f"load_high_precision fills the masters of a MasterWeights, and got a {type(masters).__name__}: pass "
             "MasterWeights(optimizer), or no optimizer"
         )
+    if not isinstance(state_dict, Mapping) or not all(isinstance(value, Tensor) for value in state_dict.values()):
+        got = f"load_high_precision got a {type(state_dict).__name__}"
+        raise TypeError(f"{got}: pass whole tensors by name, as model.state_dict() returns them")
     targets = model.state_dict(keep_vars=True)
     stored: list[tuple[Tensor, Tensor]] = []
     error: Exception | None = None

@@ -237,6 +237,10 @@ class QuantizedTensor(Gathered, Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor it stands for, in its own dtype or in ``dtype``; from the row operand if it is there. No gradient
         flows through it."""
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(
+                f"{self.whose}dequantize({dtype!r}): it is a floating dtype, such as torch.float32, or None"
+            )
         if (row := self.stored[0]) is not None:
             return decode(row, dtype or self.dtype).reshape(self.shape)
         return decode(self.operand("col"), dtype or self.dtype).t().contiguous().reshape(self.shape)

@@ -67,6 +67,44 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "fuse": (lambda: lpq.convert(PLAIN, "mxfp8", fuse="yes"), TypeError, "fuse='yes': it is True or False"),  # type: ignore[arg-type]
     "set_step": (lambda: lpq.set_step(PLAIN, 3), ValueError, "not converted"),
     "replan": (lambda: lpq.replan(PLAIN, steps=3), ValueError, r"call lpq\.convert"),
+    "convert": (lambda: lpq.convert(torch.jit.script(linears(32, 32)), "mxfp8"), TypeError, "no modules of Python"),
+    "memory in a dtype": (
+        lambda: observe.memory(NET, param_dtype="bf16"),
+        TypeError,
+        "param_dtype='bf16': it is a dtyp",
+    ),  # type: ignore[arg-type]
+    "a norm of a width": (
+        lambda: lpq.nn.rms_norm(BATCHES[0], 32, layers=NET),  # type: ignore[arg-type]
+        TypeError,
+        r"normalized_shape is a int: pass \(32,\)",
+    ),
+    "a norm of a list": (
+        lambda: lpq.nn.rms_norm([1.0], (1,), layers=NET),  # type: ignore[arg-type]
+        TypeError,
+        "input is a list: pass a tensor",
+    ),
+    "a norm for none": (
+        lambda: lpq.nn.layer_norm(BATCHES[0], (32,), layers=None),  # type: ignore[arg-type]
+        TypeError,
+        "layers is a NoneType: it is a sequence of the modules",
+    ),
+    "load_high_precision": (
+        lambda: optim.load_high_precision(NET, "x.pt"),
+        TypeError,
+        "got a str: pass whole tensors by",
+    ),  # type: ignore[arg-type]
+    "load_high_precision of arrays": (
+        lambda: optim.load_high_precision(NET, {"0.weight": torch.ones(32, 32).numpy()}),
+        TypeError,
+        "got a dict: pass whole tensors by name",
+    ),
+    "dequantize": (lambda: T.dequantize(torch.int8), TypeError, r"dequantize\(torch\.int8\): it is a floating dtype"),
+    "dequantize to a name": (lambda: T.dequantize("float32"), TypeError, r"dequantize\('float32'\): it is a floating"),  # type: ignore[arg-type]
+    "a model in float64": (
+        lambda: converted("mxfp8", 32, 32).double()(BATCHES[0].double()),
+        TypeError,
+        r"layer 0, .* the weight is torch\.float64",
+    ),
     "gemm": (lambda: lpq.gemm(T, T), TypeError, r"t\.row and t\.col, and not a QuantizedTensor"),
     "quantize": (lambda: lpq.quantizer("mxfp8").quantize([1.0]), TypeError, "and not a list"),
 }
@@ -209,6 +247,11 @@ def test_a_bias_that_is_not_floating(groups: int | None) -> None:
     layer.bias = nn.Parameter(layer.bias.detach().to(torch.complex64))
     with pytest.raises((TypeError, ValueError), match=r"the bias is torch\.complex64"):
         layer(torch.ones(4, 32), *rest)
+    if groups is None:
+        layer.bias = nn.Parameter(torch.zeros(3))
+        with pytest.raises(ValueError, match=r"^lpq\.nn\.Linear\(32, 32\): the bias is \[3\], .* of shape \[32\]"):
+            layer(torch.ones(4, 32))
+        layer.bias = nn.Parameter(torch.zeros(32, dtype=torch.complex64))
     layer.bias = nn.Parameter(layer.bias.detach().real.double())
     assert layer(torch.ones(4, 32), *rest).dtype == torch.float32  # control
 
