@@ -83,14 +83,10 @@ class _Comparing:
         weights = {part.group: part.value for part in w.groups()}
         biases: Any = getattr(tensor.layer, f"{tensor.stack}_bias" if tensor.stack else "bias", None)
         for part, y in zip(x.groups(), tensor.groups(), strict=True):
-            bias = biases if biases is None or part.group is None else biases[part.group]
-            exact = _product(part.value, weights[part.group], bias).view_as(y.value)
+            bias = None if biases is None else (biases if part.group is None else biases[part.group]).float()
+            with torch.autocast(part.value.device.type, enabled=False):
+                exact = F.linear(part.value.float(), weights[part.group].float(), bias).double().view_as(y.value)
             _add(self.outputs.setdefault(name, [0.0, 0.0]), exact, y.value.double())
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).double()
 
 
 def _of_weight(w: Observed) -> float:

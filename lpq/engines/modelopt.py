@@ -36,7 +36,8 @@ class ModelOpt(Layout):
         algorithms = {group.config[ALGORITHM] for group in groups}
         one = groups[0].config[ALGORITHM] if len(algorithms) == 1 else MIXED
         size = {SIZE: min(sizes)} if sizes else {}  # the common algorithm; a mixture lists an algorithm for each layer
-        layers = {layer: _layer(group.config) for group in groups for layer in group.layers}
+        own = [{key: group.config[key] for key in (ALGORITHM, SIZE) if key in group.config} for group in groups]
+        layers = {layer: config for group, config in zip(groups, own, strict=True) for layer in group.layers}
         mixed = {"quantized_layers": layers} if one == MIXED else {}
         entries = {
             f"group_{i}": {
@@ -74,10 +75,6 @@ class ModelOpt(Layout):
             return None if any(fnmatchcase(layer, str(pattern)) for pattern in exclusions) else one
 
         return described
-
-
-def _layer(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: config[key] for key in (ALGORITHM, SIZE) if key in config}
 
 
 def _algorithm(algorithm: Any, schemes: Sequence[Scheme]) -> tuple[Scheme, Inputs | None]:

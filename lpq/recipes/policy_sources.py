@@ -72,17 +72,13 @@ def _policy(source: PolicyLike) -> Policy:
         raise RecipeError(f"rules go into a table: {{{RULES!r}: […]}}, and this is {brief(source)}")
     path = toml.path(source) or policy_file(source)
     table = toml.read(path) if path else toml.parsed(source)
-    if not isinstance(table, Mapping) or not _has_rules(table):
+    lists = isinstance(table, Mapping) and any(isinstance(value, list) for value in table.values())
+    if not isinstance(table, Mapping) or not (lists or any(key in table for key in (*TABLE, *KEYS))):  # as in no recipe
         return Policy((Rule(("*",), recipe(source)),), LEAVE)
     if path is None:
         return _from_table(table, Path())
     with place(str(path)):
         return _from_table(table, path.parent)
-
-
-def _has_rules(table: Mapping[str, object]) -> bool:
-    """Whether this is meant as a policy: no recipe has a key of a policy or of a rule, or a list in it."""
-    return any(key in table for key in (*TABLE, *KEYS)) or any(isinstance(value, list) for value in table.values())
 
 
 def _from_table(table: Mapping[str, object], folder: Path) -> Policy:
