@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from lpq.distributed.tensor_parallel import Layouts
     from lpq.distributed.weight_gather import Gather
 
-SWAPPED = (
-    "other code refers to a weight that is to be exchanged, such as a graph of autograd: delete losses and outputs of "
-    "earlier passes, or load without torch.__future__.set_swap_module_params_on_conversion(True)"
-)
-
 
 class WeightedLayer(StatefulLayer):
     """A module with a weight, which FSDP2 may gather quantized, and with memories."""
@@ -59,7 +54,8 @@ class WeightedLayer(StatefulLayer):
         errors, known = args[-1], len(args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)
         if self.gather is not None:
-            errors[known:] = [f"{SWAPPED}: {e}" if e.startswith("While swapping") else e for e in errors[known:]]
+            why = f"{self.title}: delete losses and outputs of earlier passes, whose graph of autograd holds it: "
+            errors[known:] = [why + e if e.startswith("While swapping") else e for e in errors[known:]]
         self.claim_weight()  # with assign=True it is another one
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
