@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,18 +40,19 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor], opti
             f"load_high_precision fills the masters of a MasterWeights, and got a {type(masters).__name__}: pass "
             "MasterWeights(optimizer), or no optimizer"
         )
-    if not isinstance(state_dict, Mapping) or not all(isinstance(value, Tensor) for value in state_dict.values()):
-        got = f"load_high_precision got a {type(state_dict).__name__}"
-        raise TypeError(f"{got}: pass whole tensors by name, as model.state_dict() returns them")
-    targets = model.state_dict(keep_vars=True)
+    targets = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     stored: list[tuple[Tensor, Tensor]] = []
     error: Exception | None = None
     try:
-        others = dict(state_dict)
+        if not isinstance(state_dict, Mapping):
+            got = f"load_high_precision got a {type(state_dict).__name__}"
+            raise TypeError(f"{got}: pass whole tensors by name, as model.state_dict() returns them")
+        others: dict[str, Any] = dict(state_dict)
         for name, target in targets.items():
-            if name not in others or others[name].shape != target.shape:
+            value = others.get(name)
+            if not isinstance(value, Tensor) or value.shape != target.shape:
                 continue  # load_state_dict reports it, unless it may be absent
-            others[name] = shared_out(others[name], target)
+            others[name] = shared_out(value, target)
             if isinstance(local_part(target), QuantizedTensor):
                 attach(target)
                 stored.append((target, local_part(others[name]).float()))

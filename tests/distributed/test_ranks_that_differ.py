@@ -275,12 +275,15 @@ SPOILED: dict[str, tuple[Any, str]] = {
     "1.weight": (None, 'Missing key(s) in state_dict: "1.weight"'),
     "0.weight": (torch.zeros(3, 3), "size mismatch for 0.weight"),
     "2.weight": (torch.zeros(3, 3), 'Unexpected key(s) in state_dict: "2.weight"'),
-    "0.bias": ("no tensor", "'str' object has no attribute 'shape'"),
+    "0.bias": ("no tensor", "expected torch.Tensor or Tensor-like object from checkpoint but received <class 'str'>"),
+    "": ("weights.pt", "got a str: pass whole tensors by name"),
 }
-"""The thing that one rank has in place of a value, and the words of the error."""
+"""The thing that one rank has in place of a value, or of all of them, and the words of the error."""
 
 
-def _spoiled(name: str) -> dict[str, Any]:
+def _spoiled(name: str) -> Any:
+    if not name:
+        return SPOILED[name][0]
     state = {**_plain().state_dict(), name: SPOILED[name][0]}
     return {key: value for key, value in state.items() if value is not None}
 
@@ -293,7 +296,7 @@ def test_loading_what_one_rank_lacks(rank: int, ranks: int, unlucky: int) -> Non
         net: Any = fully_shard(_stored(), mesh=mesh_of("replicate", "shard") if ranks == 4 else mesh_of())
         optimizer = MasterWeights(AdamW(net.parameters()))
         state = _spoiled(name) if rank == unlucky else _plain().state_dict()
-        found = agreed(lambda: load_high_precision(net, state, optimizer), (RuntimeError, AttributeError))  # noqa: B023
+        found = agreed(lambda: load_high_precision(net, state, optimizer), (RuntimeError, TypeError))  # noqa: B023
         for other, said in enumerate(found):
             assert words in said, (name, said)
             told = f"weights in high precision could not be loaded on all ranks, because rank {unlucky} could not: "

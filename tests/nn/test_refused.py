@@ -94,9 +94,9 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "got a str: pass whole tensors by",
     ),  # type: ignore[arg-type]
     "load_high_precision of arrays": (
-        lambda: optim.load_high_precision(NET, {"0.weight": torch.ones(32, 32).numpy()}),
-        TypeError,
-        "got a dict: pass whole tensors by name",
+        lambda: optim.load_high_precision(NET, {"0.weight": torch.ones(32, 32).numpy()}),  # type: ignore[dict-item]
+        RuntimeError,
+        "0.weight.*expected torch.Tensor .* received <class 'numpy.ndarray'>",
     ),
     "dequantize": (lambda: T.dequantize(torch.int8), TypeError, r"dequantize\(torch\.int8\): it is a floating dtype"),
     "dequantize to a name": (lambda: T.dequantize("float32"), TypeError, r"dequantize\('float32'\): it is a floating"),  # type: ignore[arg-type]

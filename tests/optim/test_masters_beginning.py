@@ -80,3 +80,25 @@ def test_codes_of_files_have_no_other_values(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         model(torch.randn(8, 32)).square().mean().backward()
         optimizer.step()
+
+
+class Noting(nn.Sequential):
+    """A model that saves something beside its tensors."""
+
+    note = "new"
+
+    def get_extra_state(self) -> dict[str, str]:
+        return {"note": self.note}
+
+    def set_extra_state(self, state: dict[str, str]) -> None:
+        self.note = state["note"]
+
+
+def test_what_a_model_saves_beside_its_tensors_is_loaded_as_by_torch() -> None:
+    """It ended in an AttributeError."""
+    plain = Noting(nn.Linear(64, 64))
+    plain.note = "trained"
+    model = lpq.convert(Noting(nn.Linear(64, 64)), "mxfp8", weights="quantized")
+    load_high_precision(model, plain.state_dict())
+    assert model.note == "trained"
+    assert torch.equal(model[0].bias, plain[0].bias)
