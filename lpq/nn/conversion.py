@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import cast, get_args
 
-from torch import nn
+from torch import jit, nn
 
 from lpq import recipes
 from lpq.distributed.model_check import ModelCheck
@@ -101,6 +101,8 @@ def convert(
             so.
     """
     check_model(model)
+    if isinstance(model, jit.ScriptModule):
+        raise TypeError(f"model is a {type(model).__name__}, which is compiled: convert the module that it was made of")
     if accumulate not in (None, *get_args(Accumulate)):
         raise ValueError(f"accumulate={accumulate!r}: {suggestion(str(accumulate), (*get_args(Accumulate), 'None'))}")
     if not isinstance(fuse, bool):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import torch
 from torch import nn
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -18,5 +17,3 @@ def check_model(model: object, error: type[Exception] = TypeError) -> None:
             f"model must be a torch.nn.Module, got {type(model).__name__}: pass the model itself, no state_dict(), as "
             "the first argument"
         )
-    if isinstance(model, torch.jit.ScriptModule):
-        raise error(f"model is a {type(model).__name__}, whose layers are no modules of Python: pass the one it is of")

@@ -75,10 +75,10 @@ def _kept(
     layers: Sequence[nn.Module],
 ) -> EncodingNorm | None:  # fmt: skip
     """The norm that serves these layers; None if it would encode nothing, or torch refuses the shape."""
-    if not isinstance(input, Tensor) or not isinstance(shape, Sequence):
-        name, given = ("normalized_shape", shape) if isinstance(input, Tensor) else ("input", input)
-        wanted = f"({shape},)" if isinstance(input, Tensor) else "a tensor"
-        raise TypeError(f"{name} is a {type(given).__name__}: pass {wanted}")
+    if not isinstance(input, Tensor):
+        raise TypeError(f"input is a {type(input).__name__}: pass a tensor")
+    if isinstance(shape, int):
+        raise TypeError(f"normalized_shape is a int: pass ({shape},)")
     if not isinstance(layers, Iterable):
         raise TypeError(f"layers is a {type(layers).__name__}: it is a sequence of the modules that read the result")
     alone = isinstance(layers, nn.Module) and not isinstance(layers, nn.ModuleList | nn.Sequential)

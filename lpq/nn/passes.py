@@ -13,19 +13,18 @@ from lpq.tensor.observed import Observer
 
 MOST_CALLS = 16
 """The number of bound calls that a layer keeps, one for each kind of pass."""
-COPIED = ("recipe", "plan", "borrowed", "fresh", "traced", "moved_by_graph")
-"""The attributes that a copy of a layer has as well."""
 
 
 class Passes:
-    """The passes of a layer. Nobody observes a copy, or releases a weight that it holds."""
+    """The passes of a layer. A copy has the recipe alone: nobody observes it, or releases a weight that it holds."""
 
-    def __init__(self) -> None:
-        self.recipe: Recipe | None = None
-        self.plan: Plan | None = None
-        self.borrowed: tuple[str, ...] = ()
+    def __init__(
+        self, recipe: Recipe | None = None, plan: Plan | None = None, traced: bool = False,
+        borrowed: tuple[str, ...] = (), fresh: tuple[str, ...] = (), moved: bool = False,
+    ) -> None:  # fmt: skip
+        self.recipe, self.plan, self.borrowed = recipe, plan, borrowed
         """The names of the buffers that it shares with another layer, whose they are (``lpq/nn/shared_states.py``)."""
-        self.fresh: tuple[str, ...] = ()
+        self.fresh = fresh
         """The tensors whose empty states are not recalled (``lpq/nn/fresh_states.py``)."""
         self.withheld = ""
         """The recipe that this rank was to change to without the others, in words."""
@@ -35,9 +34,9 @@ class Passes:
         """The observers that each pass tells of its tensors, inside of ``observing`` (``lpq/nn/observing.py``)."""
         self.ran = False
         """Whether a pass was noted that ran outside of compiled code; see ``called``."""
-        self.traced = False
+        self.traced = traced
         """Whether a compiler has traced a pass. The compiled code notes nothing when it runs."""
-        self.moved_by_graph = False
+        self.moved_by_graph = moved
         """Whether a compiler has traced a pass that trains, whose backward moves states of the layer's own."""
         self.read_past = False
         """Whether the pass of another module has read a weight of the layer (``lpq/nn/called.py``)."""
@@ -72,4 +71,4 @@ class Passes:
         return calls
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Passes, (), {name: getattr(self, name) for name in COPIED}
+        return Passes, (self.recipe, self.plan, self.traced, self.borrowed, self.fresh, self.moved_by_graph)

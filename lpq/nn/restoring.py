@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.parametrize import is_parametrized
 
 from lpq.nn.adopted_norms import release
@@ -53,17 +54,21 @@ def _former(layer: StatefulLayer) -> type[nn.Module] | None:
     """The class that ``lpq.convert`` found; None for a layer that was built as it is, or that a plugin made."""
     if isinstance(layer, Extension):
         return layer.lpq_bases[1]
-    return nn.Linear if type(layer) is Linear else None
+    by_torch = is_parametrized(layer) or isinstance(layer, FSDPModule)  # it made a class of the class
+    own = type(layer).__bases__[-1] if by_torch else type(layer)
+    return nn.Linear if own is Linear else None
 
 
 def _why_kept(module: nn.Module) -> str | None:
     """Why a module cannot become what it was; None if it can, or is not lpq's."""
     if not isinstance(module, StatefulLayer):
         return "a plugin made it in place of another module: build the model anew" if TAKEN in vars(module) else None
+    if _former(module) is None:
+        if module.recipe is None:
+            return None
+        return "you or a plugin built it: with `recipe = None` it multiplies in high precision, and is left alone here"
     if is_parametrized(module):
         return "it was parametrized since: call torch.nn.utils.parametrize.remove_parametrizations before"
-    if _former(module) is None and module.recipe is None:
-        return None
     own = [*module.parameters(recurse=False)]
     if getattr(module, "layouts", None) is not None or any(hasattr(p, "device_mesh") for p in own):
         return "it is sharded: restore the model before fully_shard and parallelize_module, or build it anew"
@@ -74,8 +79,6 @@ def _why_kept(module: nn.Module) -> str | None:
         )
     if module.passes.observers or module.passes.held_weight is not None:
         return "it holds its weight, or is observed: leave lpq.hold_weights, or the observer, before"
-    if _former(module) is None:
-        return "you or a plugin built it: with `recipe = None` it multiplies in high precision, and is left alone here"
     return None
 
 

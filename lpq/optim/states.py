@@ -401,7 +401,7 @@ def _count(works: list[adamw.Work]) -> None:
     """Count a step of parameters that were stepped here."""
     one = torch.ones((), dtype=torch.float32, device="cpu")  # torch makes a number a tensor for each
     for work in works:
-        work.steps.add_(one)
+        work.steps.add_(one if work.steps.is_floating_point() else 1)
     touched_each([work.parameter for work in works])
 
 

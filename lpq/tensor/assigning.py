@@ -70,7 +70,7 @@ def _refuse(func: Any, target: QuantizedTensor) -> NoReturn:
 def copy_(target: Any, source: Any, non_blocking: bool = False) -> Any:
     """Copy as ``aten.copy_`` does, where either of the two is stored quantized."""
     if not isinstance(target, QuantizedTensor):
-        return target.copy_(source.dequantize(target.dtype), non_blocking)
+        return target.copy_(source.dequantize(target.dtype if target.is_floating_point() else None), non_blocking)
     if isinstance(source, QuantizedTensor):
         if (target.window is None or target.window.apart) and _same_layout(target, source):
             overwrite(target, *source.stored)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.commands import Command
 from torch import nn
 
@@ -115,7 +116,10 @@ def test_a_calibration_finds_first_that_its_state_cannot_be_kept(tmp_path: Path)
 
 
 def test_a_report_has_another_place_for_its_page(tmp_path: Path, lpq_command: Command) -> None:
-    (run := tmp_path / "numerics.jsonl").touch()
+    watch = lpq.observe.numerics(model := lpq.convert(nn.Linear(32, 32), "mxfp8"), every=1)
+    with watch.step():
+        model(torch.ones(32, 32)).sum().backward()
+    watch.write(run := tmp_path / "numerics.jsonl")
     (tmp_path / "numerics.html").mkdir()
     told = lpq_command("report", run)
     assert (told.status, "numerics.html cannot be written: Is a directory; choose another --out" in told.err) == (

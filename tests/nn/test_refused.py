@@ -67,7 +67,11 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "fuse": (lambda: lpq.convert(PLAIN, "mxfp8", fuse="yes"), TypeError, "fuse='yes': it is True or False"),  # type: ignore[arg-type]
     "set_step": (lambda: lpq.set_step(PLAIN, 3), ValueError, "not converted"),
     "replan": (lambda: lpq.replan(PLAIN, steps=3), ValueError, r"call lpq\.convert"),
-    "convert": (lambda: lpq.convert(torch.jit.script(linears(32, 32)), "mxfp8"), TypeError, "no modules of Python"),
+    "convert": (
+        lambda: lpq.convert(torch.jit.script(linears(32, 32)), "mxfp8"),
+        TypeError,
+        "which is compiled: convert the",
+    ),
     "memory in a dtype": (
         lambda: observe.memory(NET, param_dtype="bf16"),
         TypeError,

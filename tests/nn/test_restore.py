@@ -121,3 +121,21 @@ def test_what_cannot_be_restored_is_refused_and_unchanged() -> None:
     model = converted("mxfp8", 64, 64)
     with lpq.hold_weights(model), pytest.raises(ValueError, match=r"leave lpq\.hold_weights"):
         lpq.restore(model)
+
+
+class Own(lpq.nn.Linear):
+    """A layer that a user wrote."""
+
+
+def test_a_layer_that_was_built_stays_though_it_is_parametrized_or_prepared() -> None:
+    model = converted("mxfp8", 64, 64).append(Own(64, 64, recipe="mxfp8"))
+    parametrizations.weight_norm(model[1])
+    with pytest.raises(ValueError, match=r"1 \(ParametrizedOwn\) .*: you or a plugin built it: with `recipe = None`"):
+        lpq.restore(model)
+    model[1].recipe = None
+    assert [type(layer).__name__ for layer in lpq.restore(model)] == ["Linear", "ParametrizedOwn"]
+    prepared = lpq.convert(nn.Sequential(Own(64, 64, recipe="mxfp8")), "mxfp8", weights="high_precision")
+    with pytest.raises(ValueError, match=r"0 \(Own\) .*: you or a plugin built it: with `recipe = None`"):
+        lpq.restore(prepared)
+    prepared[0].recipe = None
+    assert type(lpq.restore(prepared)[0]) is Own

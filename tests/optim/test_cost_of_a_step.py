@@ -64,6 +64,20 @@ def test_a_parameter_that_is_given_twice_takes_two_steps(monkeypatch: pytest.Mon
     assert [int(optimizer.state[p]["step"]) for p in params[:3]] == [3, 2, 2]
 
 
+def test_steps_that_are_whole_numbers_go_on_as_in_torch() -> None:
+    """An optimizer's state of elsewhere may count in integers."""
+    p = nn.Parameter(torch.ones(64, 128))
+    optimizer = QuantizedStates(torch.optim.AdamW([p]), **FORMATS)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    for dtype in (torch.int64, torch.float64):
+        optimizer.state[p]["step"] = optimizer.state[p]["step"].to(dtype)
+        before = p.detach().clone()
+        optimizer.step()
+        assert not torch.equal(p, before)
+    assert int(optimizer.state[p]["step"]) == 3
+
+
 def test_parameters_without_an_address_are_stepped_one_by_one() -> None:
     """On a device without memory, as in estimates, all have the address 0."""
     params = [nn.Parameter(torch.ones(64, 128, device="meta")) for _ in range(1100)]

@@ -43,6 +43,16 @@ def test_tensors_of_any_dtype_can_be_copied(text: str, dtype: torch.dtype) -> No
     assert torch.equal(stored.dequantize(), lpq.quantizer(text).quantize(source.float()).dequantize())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.bool, torch.complex64], ids=str)
+def test_tensors_of_any_dtype_take_stored_values(dtype: torch.dtype) -> None:
+    stored = lpq.quantizer("mxfp8").quantize(normal(64, 64) * 4)
+    taken, part = torch.full((64, 64), 7).to(dtype), torch.full((96, 64), 7).to(dtype)
+    taken.copy_(stored)
+    part[32:] = stored
+    assert torch.equal(taken, stored.dequantize().to(dtype))
+    assert torch.equal(part[32:], taken)
+
+
 def test_a_checkpoint_in_fp64_loads_into_stored_weights() -> None:
     saved = torch.nn.Linear(64, 32).double()
     layer = lpq.convert(torch.nn.Linear(64, 32), "mxfp8", weights="quantized")
