@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -137,7 +137,7 @@ class Reading:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, without what is not known."""
-        return {name: value for name, value in vars(self).items() if value is not None and value != ""}
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
 
 def named(layer: str, recipe: str) -> str:

@@ -230,3 +230,5 @@ def test_a_model_that_is_one_layer_is_named(tmp_path: Path) -> None:
     watch.page(tmp_path / "page.html")
     assert "<h2>the model itself</h2>" in (tmp_path / "page.html").read_text()
     assert "the model itself" in str(watch)
+    watch.write(tmp_path / "numerics.jsonl")
+    assert lpq.observe.Readings.read(tmp_path / "numerics.jsonl").readings() == watch.readings()
