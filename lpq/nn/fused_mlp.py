@@ -86,7 +86,7 @@ def mlp(x: Tensor, before: Sequence[nn.Module], down: nn.Module, activation: Act
     if torch.compiler.is_compiling() or high or why_apart(before, down) is not None:
         return _apart(x, before, down, activation)
     for layer in (*before, down):
-        weight = layer._parameters.get("weight")  # this is in every step
+        weight = layer._parameters.get("weight")  # a shard waits for its gather; this is in every step
         if layer.passes.fresh or isinstance(weight, WeightShard):  # type: ignore[union-attr]  # producers encode by states
             return _apart(x, before, down, activation)
     prepared: list[Any] = []

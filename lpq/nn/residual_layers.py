@@ -165,8 +165,7 @@ def who_adds(model: nn.Module) -> dict[int, str]:
     for layer in model.modules():
         for norm in _norms(layer):
             why = _why_apart(layer, norm, several)
-            own = f"torch adds what is added before: {why}"
-            words[id(norm)] = own if why is not None else _who_adds_at(layer, norm, first)
+            words[id(norm)] = f"torch adds what is added before: {why}" if why else _who_adds_at(layer, norm, first)
     return words
 
 

@@ -294,8 +294,9 @@ class StatefulLayer(nn.Module):
 
 
 def stateful_layers(model: nn.Module) -> dict[str, StatefulLayer]:
-    """The layers of lpq in a model, and experts in stacks, by their plain names."""
-    return {plain_name(name): m for name, m in model.named_modules() if isinstance(m, StatefulLayer)}
+    """The layers of lpq in a model, and experts in stacks, by plain names; by the whole where another module has it."""
+    own = dict(model.named_modules())
+    return {p if own.get(p := plain_name(n), m) is m else n: m for n, m in own.items() if isinstance(m, StatefulLayer)}
 
 
 def give_recipes(by_layer: Mapping[StatefulLayer, Recipe | None]) -> None:

@@ -1,4 +1,4 @@
-"""AdamW's step of parameters whose moments are stored in a format: what it computes, and the kernel that does it.
+"""AdamW's step of parameters whose moments are stored in a format: what it computes, and the launches that do it.
 
 Everything is computed in fp32, and each operation is rounded by itself, so that a kernel equals it bit for bit on any
 device. A kernel reads and writes the moments tile by tile; the reference decodes all moments of the parameter.

@@ -45,8 +45,7 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor], opti
     error: Exception | None = None
     try:
         if not isinstance(state_dict, Mapping):
-            got = f"load_high_precision got a {type(state_dict).__name__}"
-            raise TypeError(f"{got}: pass whole tensors by name, as model.state_dict() returns them")
+            raise TypeError(f"load_high_precision got a {type(state_dict).__name__}: pass whole tensors by name")
         others: dict[str, Any] = dict(state_dict)
         for name, target in targets.items():
             value = others.get(name)

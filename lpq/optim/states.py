@@ -189,9 +189,7 @@ class QuantizedStates(Wrapper):
                 others.append((group, p))
                 continue
             key = id(group), work.steps.item() + 1
-            n = numbers.get(key)
-            if n is None:
-                n = numbers[key] = adamw.Numbers.of(group, key[1])
+            n = numbers[key] = numbers.get(key) or adamw.Numbers.of(group, key[1])
             tiles = launches.tiles_for(work)
             if tiles is None:
                 self._step_by_reference(work, n, first, second)
@@ -391,10 +389,8 @@ def _forms(optimizer: Optimizer, formats: dict[str, str | Quantizer]) -> dict[st
 
 def _is_ordinary(part: Tensor) -> bool:
     """Whether this is a tensor of torch's own kind, in memory that a kernel reads."""
-    kind = type(part)
-    if kind is not Tensor and kind is not nn.Parameter and type(part.detach()) is not Tensor:
-        return False
-    return part.layout is torch.strided and part.dtype in DTYPES
+    is_tensor = type(part) in (Tensor, nn.Parameter) or type(part.detach()) is Tensor
+    return is_tensor and part.layout is torch.strided and part.dtype in DTYPES
 
 
 def _count(works: list[adamw.Work]) -> None:

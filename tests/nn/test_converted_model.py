@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.hugging_face import small
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers.pytorch_utils import Conv1D
 
 import lpq
@@ -157,3 +158,13 @@ def test_a_model_that_an_earlier_version_pickled_whole_is_refused(weights: Any) 
     Earlier(file := io.BytesIO()).dump(model)
     with pytest.raises(RuntimeError, match=r"layer 0\.0: another version of lpq pickled it.* save model\.state_dict"):
         pickle.loads(file.getvalue())
+
+
+def test_a_layer_of_a_wrapper_by_the_name_of_one_inside_it_belongs_to_the_model() -> None:
+    """A wrapper for checkpointing has no part in plain names. A layer that a dictionary lost had a step of its own."""
+    wrapped = checkpoint_wrapper(nn.ModuleDict({"adapter": nn.Linear(64, 64)}))
+    wrapped.adapter = nn.Linear(64, 64)
+    model = lpq.convert(nn.Sequential(wrapped), "mxfp8", include="all")
+    layers = [module for module in model.modules() if isinstance(module, lpq.nn.Linear)]
+    assert layers == [wrapped._checkpoint_wrapped_module["adapter"], wrapped.adapter]
+    assert layers[0].model is layers[1].model
