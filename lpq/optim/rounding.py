@@ -3,8 +3,9 @@ sizes: nothing that it declares says how it rounds the least elements of a block
 
 A first moment must not come back larger than twice what it was. A second moment divides, so its root must not come back
 smaller than half of what it was, and never as zero: ``raised`` lifts the elements that the format would lose to the
-least share of their block that it keeps. And a second moment that falls slowly must fall: where scales are powers of
-two, an element that is rounded to the nearest stays what it is, for ever.
+least share of their block that it keeps. No share helps where scales end before fp32 does: such a format loses whole
+tensors. And a second moment that falls slowly must fall: where scales are powers of two, an element that is rounded to
+the nearest stays what it is, for ever.
 
 Beside a larger element of its block, an element that changes by less than half a step of the format in each step of the
 optimizer stays what it is in any format. So a second moment may stay too small, by a factor that follows from that half
@@ -32,6 +33,10 @@ TWICE = 2.0
 ROWS, COLS = 256, 512
 LEAST = 40
 """Elements are tried down to this power of two below the largest of their block."""
+LEAST_ROOT = 2.0**-75
+"""The least root of a square that fp32 holds; the largest is below 2^64."""
+SIZES = 2.0**-60, 1.0, 2.0**60
+"""The largest elements of the tensors that are tried: a format that keeps one may lose all of another."""
 RISE = 1 + 2**-4
 """How much a root has to grow in a format of three bits of mantissa until it is stored larger. More is warned of."""
 SPAN = 13
@@ -63,6 +68,8 @@ def why_not(quantizer: Quantizer) -> str | None:
     """Why no state can be stored in a format; None if it can."""
     if quantizer.stochastic:
         return "it rounds at random, so that replicas and shards would part"
+    if bool((rounded(quantizer, torch.zeros(ROWS, COLS, dtype=torch.float32)) != 0).any()):
+        return "it does not keep a tensor of zeros, with which states begin"
     x = _numbers()
     if bool((rounded(quantizer, x).abs() > TWICE * x.abs()).any()):
         return "it rounds elements to more than twice what they are, as formats that rotate do"
@@ -80,14 +87,27 @@ def least_kept(quantizer: Quantizer, fall: float) -> LeastKept | str | None:
     least = next(_that_keep(quantizer), LOSES + (DECLARED if any(s.largest for s in quantizer.stats) else UNDECLARED))
     if isinstance(least, str):
         return least
-    roots = rounded(quantizer, raised(_numbers().abs(), least))
-    next_roots = rounded(quantizer, raised(roots * fall, least))
-    if fall < 1 and bool((next_roots >= roots)[roots > 0].any()):
-        return (
-            f"what falls by a factor of {fall:.5g} in a step would never fall in it: choose a format of blocks with "
-            "scales in fp32"
-        )
+    for size in SIZES:
+        exact = _numbers().abs() * size
+        exact = torch.where(exact < LEAST_ROOT, 0.0, exact)
+        if not _keeps(quantizer, exact, least):
+            return (
+                f"it loses elements of a tensor whose largest is about {size:.0e}: let its scales be in fp32, and "
+                "bound them neither from below, as by clamp(min=1e-12), nor from above"
+            )
+        roots = rounded(quantizer, raised(exact, least))
+        next_roots = rounded(quantizer, raised(roots * fall, least))
+        if fall < 1 and bool((next_roots >= roots)[roots > 0].any()):
+            return (
+                f"what falls by a factor of {fall:.5g} in a step would never fall in it: choose a format of blocks "
+                "with scales in fp32"
+            )
     return least
+
+
+def _keeps(quantizer: Quantizer, roots: Tensor, least: LeastKept | None) -> bool:
+    """Whether no root is stored as less than half of it."""
+    return bool((rounded(quantizer, raised(roots, least)) * TWICE >= roots).all())
 
 
 def _that_keep(quantizer: Quantizer) -> Iterator[LeastKept | None]:
@@ -97,7 +117,7 @@ def _that_keep(quantizer: Quantizer) -> Iterator[LeastKept | None]:
     for stat in sorted(largest, key=lambda s: [size or COLS for size in s.block]):
         candidates += [LeastKept(stat, 2.0**-power) for power in range(LEAST, 0, -1)]
     for least in candidates:
-        if bool((rounded(quantizer, raised(x, least)) * TWICE >= x).all()):
+        if _keeps(quantizer, x, least):
             yield least
 
 

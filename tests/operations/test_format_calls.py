@@ -33,7 +33,7 @@ class Right(Quantizer):
         return {"amax": x.abs().amax(dim=1, keepdim=True).float()}
 
     def encode(self, x: Tensor, stats: Mapping[str, Tensor]) -> Storage:
-        scale = stats["amax"].clamp(min=1e-12) / 127
+        scale = stats["amax"].clamp(min=1e-30) / 127
         return self.storage(**self.buffers((x / scale).round().to(torch.int8), scale))
 
     def buffers(self, data: Tensor, scale: Tensor) -> dict[str, Tensor]:

@@ -67,6 +67,52 @@ def test_one_that_declares_no_amax_is_refused_with_the_remedy(
         QuantizedStates(AdamW([_matrix()]), exp_avg=int8())
 
 
+@pytest.mark.parametrize("size", [1e-20, 1e-6, 1.0, 1e15])
+def test_no_update_blows_up_whatever_the_size_of_gradients(int8: type[Quantizer], size: float) -> None:
+    p = _matrix()
+    with pytest.warns(UserWarning, match="grown by a factor"):
+        optimizer = QuantizedStates(AdamW([p], lr=1.0, weight_decay=0.0, eps=1e-30), exp_avg_sq=int8())
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        before, p.grad = p.detach().clone(), (torch.rand(p.shape, generator=draw) + 0.5) * size
+        optimizer.step()
+        assert 0.25 < (p.detach() - before).abs().min() <= (p.detach() - before).abs().max() < 4
+
+
+@pytest.mark.parametrize(
+    "bounds", [{"min": 1e-12}, {"min": 1e-12, "max": 1e30}, {"max": 1e12}, {"dtype": torch.float16}]
+)
+def test_a_format_that_loses_whole_tensors_of_small_or_large_roots_is_refused(
+    int8: type[Quantizer], monkeypatch: pytest.MonkeyPatch, bounds: dict[str, Any]
+) -> None:
+    """Its scales end before fp32 does: updates would be divided by zero, or by what was cut."""
+    encode, held = int8.encode, bounds.pop("dtype", torch.float32)
+
+    def bounded(self: Quantizer, x: Tensor, stats: dict[str, Tensor]) -> Any:
+        amax = stats["amax"].clamp(**bounds) if bounds else stats["amax"]
+        scale = (amax / 127).to(held).float()
+        stored = encode(self, x, stats)
+        codes = (x.float() / scale.where(scale > 0, 1)).round().clamp(-127, 127)
+        return type(stored)(data=codes.to(torch.int8), scale=scale)
+
+    monkeypatch.setattr(int8, "encode", bounded)
+    remedy = r"exp_avg_sq of AdamW as int8: it loses elements of a tensor whose largest is about .*scales be in fp32"
+    with pytest.raises(OptionError, match=remedy):
+        QuantizedStates(AdamW([_matrix()], betas=(0.9, 0.95)), exp_avg_sq=int8())
+
+
+def test_a_format_that_makes_nans_of_zeros_is_refused(int8: type[Quantizer], monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = int8.encode
+
+    def divided(self: Quantizer, x: Tensor, stats: dict[str, Tensor]) -> Any:
+        stored = encode(self, x, stats)
+        return type(stored)(data=stored.data, scale=stored.scale * stats["amax"] / stats["amax"])
+
+    monkeypatch.setattr(int8, "encode", divided)
+    with pytest.raises(OptionError, match="exp_avg of AdamW as int8: it does not keep a tensor of zeros"):
+        QuantizedStates(AdamW([_matrix()]), exp_avg=int8())
+
+
 # ---------------------------------------------------------------------------------- beside a larger element
 
 

@@ -44,7 +44,7 @@ AUTHOR = {
                 return {"amax": x.abs().amax(dim=1, keepdim=True).float()}
 
             def encode(self, x, stats):
-                scale = stats["amax"].clamp(min=1e-12) / 127
+                scale = stats["amax"].clamp(min=1e-30) / 127
                 return Int8Storage(data=(x / scale).round().to(torch.int8), scale=scale)
     """,
     "lpq_int8-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: lpq-int8\nVersion: 1.0\n",
