@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -220,17 +220,11 @@ def _refusal(kernel: KernelSpec, quantizers: tuple[Any, ...], device: torch.devi
     if counts and kernel.api_version < INT64_COUNTS:
         return "is of plugin interface 1, in which counts are in fp32; they are int64 since interface 2"
     if kernel.why_not is not None:
-        with _current(device):  # the only device that it can inspect
+        elsewhere = device.type == "cuda" and device.index not in (None, torch.cuda.current_device())
+        with torch.cuda.device(device) if elsewhere else nullcontext():  # the only device that it can inspect
             reason: str | None = registry.resolve(kernel.why_not)(*quantizers)
         return reason
     return None
-
-
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current one inside."""
-    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
-        return nullcontext()
-    return torch.cuda.device(device)
 
 
 def _implementation(string: str) -> Callable[..., Any]:

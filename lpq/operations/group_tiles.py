@@ -164,9 +164,7 @@ def _stack_in_bf16(stack: Storage, rotated: bool) -> Tensor:
 
 def why_not_multiplied(rows: int, cols: int) -> str | None:
     """Why torch's grouped product does not take matrices of these sizes; None if it does."""
-    if rows % ALIGNED or cols % ALIGNED:
-        return f"sizes {rows} and {cols} are no multiples of {ALIGNED}"
-    return None
+    return f"sizes {rows} and {cols} are no multiples of {ALIGNED}" if rows % ALIGNED or cols % ALIGNED else None
 
 
 def multiply_rows(a: Operand, b: Storage, offs: Tensor, *, rotated: bool) -> Tensor:

@@ -50,6 +50,9 @@ def test_the_page_of_times_has_what_the_script_times() -> None:
         names = [name for name in contenders(dtype) if not name.startswith(LIBRARIES)]
         assert [page.count(f"\n| {weights} | {name} | ") for name in names] == [1 + len(MODELS)] * 3
         assert page.count(f"\n| {weights} | torchao AdamW8bit | ") == 1
+    for line in (Path(__file__).parents[2] / "benchmarks" / "results" / "states-h200.txt").read_text().splitlines():
+        if line.startswith(("| float32 |", "| bfloat16 |")):
+            assert f"\n{line}\n" in page or f"\n| {' | '.join(line.strip('| ').split(' | ')[:4])} |\n" in page
     for model, shapes in MODELS.items():
         assert f"python -m benchmarks.states --model {model}" in page
         assert f"{sum(math.prod(shape) for shape in shapes):,} weights" in text

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 INF = tl.constexpr(0x7F800000)
 NAN = tl.constexpr(0x7FC00000)
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
 INTEGERS = tl.constexpr(0x4B000000)
 """The bits of 2^23, from which on fp32 has integers only: a sum with 2^23 is rounded to an integer, in its low bits."""
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def _has_casts(MAJOR: tl.constexpr, MINOR: tl.constexpr):
+    """Whether the GPU has instructions that cast as the references do. Casts of Triton's interpreter differ."""
+    return not INTERPRETED and cuda_capability_geq(MAJOR, MINOR)
 
 
 @triton.jit
@@ -49,18 +57,14 @@ def widen(x):
 
 
 @triton.jit
-def round_bf16(x):
-    """fp32 rounded to what bf16 can hold, still in fp32."""
-    bits = bits_of(x)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-    return value_of(tl.where(size_of(x) > INF, NAN, rounded))
-
-
-@triton.jit
 def narrow(x, dtype: tl.constexpr):
     """fp32 rounded to the dtype of a result."""
+    if dtype == tl.bfloat16 and _has_casts(8, 0):
+        return tl.where(x == x, x.to(tl.bfloat16), tl.full(x.shape, 0x7FC0, tl.int16).to(tl.bfloat16, bitcast=True))
     if dtype == tl.bfloat16:
-        return (bits_of(round_bf16(x)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        bits = bits_of(x)
+        bits = tl.where(size_of(x) > INF, NAN, bits + 0x7FFF + ((bits >> 16) & 1))
+        return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return x.to(dtype)
 
 
@@ -70,6 +74,8 @@ def narrow(x, dtype: tl.constexpr):
 @triton.jit
 def cast_float8(product, x, E5M2: tl.constexpr):
     """The codes of ``product``: saturating, unless ``x``, of which ``product`` is a multiple, is not finite."""
+    if not E5M2 and _has_casts(8, 9):
+        return (product - (x - x)).to(tl.float8e4nv).to(tl.uint8, bitcast=True)  # x - x: NaN unless x is finite, or +0
     MANTISSA: tl.constexpr = 2 if E5M2 else 3
     LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
     LEAST: tl.constexpr = 113 if E5M2 else 121  # the biased exponent of the least normal number
@@ -92,6 +98,8 @@ def cast_float8(product, x, E5M2: tl.constexpr):
 @triton.jit
 def decode_float8(code, E5M2: tl.constexpr):
     """8-bit floats in fp32, by way of an fp16 of the same fields."""
+    if _has_casts(8, 9):
+        return code.to(tl.uint8).to(tl.float8e5 if E5M2 else tl.float8e4nv, bitcast=True).to(tl.float32)
     code = code.to(tl.int32)
     if E5M2:
         return (code << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

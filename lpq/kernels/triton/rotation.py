@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lpq.kernels.triton.numbers import round_bf16
+from lpq.kernels.triton.numbers import narrow, widen
 
 WIDTH = tl.constexpr(16)
 MINUS = tl.constexpr(0xD7E8)
@@ -37,7 +37,7 @@ def hadamard(x, LOG: tl.constexpr):
 @triton.jit
 def rotate(x):
     """Rotate as the reference does, rounded to bf16."""
-    return round_bf16(hadamard(x * (_signs(x.shape[1]) * 0.25), 4))
+    return widen(narrow(hadamard(x * (_signs(x.shape[1]) * 0.25), 4), tl.bfloat16))
 
 
 @triton.jit
