@@ -43,6 +43,18 @@ def is_native(a: Quantizer, b: Quantizer, sm: int, in_groups: bool = False) -> b
     return has_kernel("gemm", (first, second), sm, a, b)
 
 
+def encoded_by_torch(recipe: Recipe, sm: int | None) -> list[Quantizer]:
+    """The quantizers of a recipe for which a GPU of this compute capability has no kernel: PyTorch's operators encode,
+    of which each reads and writes all elements. None on any other device, whose kernels are not known here."""
+    sides = [tensor.side(d) for tensor in (recipe.x, recipe.w, recipe.dy) for d in ("row", "col")]
+    return [side for side in dict.fromkeys(sides) if sm is not None and not side.plain and not _is_encoded(side, sm)]
+
+
+def _is_encoded(side: Quantizer, sm: int) -> bool:
+    name = registry.format_of(type(side)).name
+    return any(has_kernel(operation, (name,), sm, side) for operation in ("quantize", "tile"))
+
+
 def reads_codes(row: Quantizer, col: Quantizer, sm: int) -> bool:
     """Whether one kernel makes a matrix's column operand of the codes of its row operand (``lpq.operations.recoding``).
     Without it the row operand is decoded, and the decoded values are encoded."""

@@ -15,7 +15,7 @@ import lpq
 from lpq import observe
 from lpq.bench.gpus import ALIGNED, GPUS, NARROW, USUAL_SHARE, Gpu, bytes_of_element, is_compared, key_of, predicted
 from lpq.bench.layers import LayerSize, StackSize
-from lpq.bench.native import encodes, native_products
+from lpq.bench.native import encoded_by_torch, encodes, native_products
 from lpq.bench.speedups import in_figures, measure, ratio, total
 from lpq.cli.memory import unit_for
 from lpq.cli.models import NAMED, Chosen, ModelError, alike, convert, layer_sizes, left_out, on_meta, patterns
@@ -233,15 +233,24 @@ def provenance(card: Gpu) -> str:
     return f"Nobody measured lpq on the {card.title}: the rates are {share}. `lpq bench` measures yours."
 
 
-def not_compared(recipes: Mapping[str, Iterable[Recipe]]) -> list[str]:
-    """Sentences on recipes and policies whose predictions were compared with no measured layer."""
-    names = [name for name, each in recipes.items() if not all(map(is_compared, each))]
-    if not names:
-        return []
-    return [
-        f"{', '.join(names)}: predicted from counts of bytes and operations; no such layer was measured, and the gain "
-        "may be less."
-    ]
+def not_compared(recipes: Mapping[str, Iterable[Recipe]], card: Gpu) -> list[str]:
+    """Sentences on recipes and policies whose predictions were compared with no measured layer, and on formats whose
+    operands no kernel encodes, as predictions have it."""
+    kept = {name: [*each] for name, each in recipes.items()}
+    sentences: list[str] = []
+    if names := [name for name, each in kept.items() if not all(map(is_compared, each))]:
+        sentences.append(
+            f"{', '.join(names)}: predicted from counts of bytes and operations; no such layer was measured, and the "
+            "gain may be less."
+        )
+    without = sorted({str(side) for each in kept.values() for one in each for side in encoded_by_torch(one, card.sm)})
+    if without:
+        sentences.append(
+            f"{', '.join(without)}: predicted as if one kernel encoded such operands, which this GPU has not. "
+            "PyTorch's operators encode them, of which each reads and writes the tensor, until the plugin has a "
+            "KernelSpec for `tile` or `quantize`."
+        )
+    return sentences
 
 
 def _reasons(
@@ -253,7 +262,7 @@ def _reasons(
     line: str | None,
 ) -> list[str]:
     """Sentences on what gains nothing, what to leave out, and what is not in the table."""
-    sentences = not_compared({text: [lpq.recipe(text)] for text in recipes})
+    sentences = not_compared({text: [lpq.recipe(text)] for text in recipes}, card)
     encoded = [text for text in recipes if encodes(lpq.recipe(text))]
     bf16 = [text for text in encoded if not native_products(lpq.recipe(text), card.sm)]
     if bf16:

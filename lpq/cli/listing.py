@@ -166,7 +166,7 @@ def predicted_gains(
         f"tokens. {provenance(card)}"
     )
     last = "Compare the loss by `lpq compare` before you choose codes of 4 bits."
-    return gains, to_begin_with(card.sm), " ".join([words, *not_compared(recipes), last])
+    return gains, to_begin_with(card.sm), " ".join([words, *not_compared(recipes, card), last])
 
 
 def described(plugin: PluginInfo) -> dict[str, Any]:

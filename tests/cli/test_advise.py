@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.plugins import FormatPlugin
 from torch import nn
 
 import lpq as library
+from lpq import registry
 from lpq.bench.contenders import by_recipes, plain
 from lpq.bench.gpus import GPUS
 from lpq.bench.layers import Layers, StackSize
@@ -21,7 +23,17 @@ from lpq.bench.timing import in_turn
 from lpq.cli import advise as command
 from lpq.cli.models import alike, patterns
 from lpq.cli.shapes import SHAPES
+from lpq.core import Buffer, Quantizer, Stat, Storage
 from lpq.recipes.globs import matches
+
+
+class OwnStorage(Storage):
+    layout = (Buffer("data", torch.int8), Buffer("scale", torch.float32, block=(1, 64)))
+
+
+@dataclass(frozen=True)
+class OwnQuantizer(Quantizer):
+    stats = (Stat("amax", block=(1, 64)),)
 
 
 @pytest.fixture(autouse=True)
@@ -294,6 +306,27 @@ def test_what_was_compared_with_no_measured_layer_is_told_and_not_as_fast(lpq: C
     assert sentence.startswith("nvfp4-eden, nvfp4-four-over-six: ")
     for group in found["layers"]:
         assert group["predicted"]["nvfp4-eden"] < 0.95 * group["predicted"]["nvfp4"], group["layers"]
+
+
+def test_a_format_without_a_kernel_for_the_gpu_is_told(lpq: Callable) -> None:
+    """Predictions count one read of a tensor, and PyTorch's operators read it many times."""
+
+    def told(*recipes: str, gpu: str = "h100") -> list[str]:
+        words = [word for recipe in recipes for word in ("--recipe", recipe)]
+        remarks = advised(lpq, "tiny", "--gpu", gpu, *words)["remarks"]
+        return [remark for remark in remarks if "as if one kernel encoded" in remark]
+
+    registry.register(FormatPlugin("own", OwnQuantizer, OwnStorage), name="own")
+    try:
+        (sentence,) = told("mxfp8", "x=own, w=own, dy=nvfp4(search=mse, stochastic=true)", "nvfp4-eden", "fp8-current")
+        assert sentence.startswith(
+            "nvfp4(stochastic=true, search=mse), own: predicted as if one kernel encoded such operands"
+        )
+        assert "until the plugin has a KernelSpec for `tile` or `quantize`" in sentence
+        assert not told("own", gpu="mi300"), "which kernels run there is not known here"
+    finally:
+        registry.refresh()
+    assert not told("mxfp8", "nvfp4-eden", "nvfp4", "mxfp4", "fp8-block", "fprop=bf16, dgrad=mxfp8, wgrad=bf16")
 
 
 def test_where_nothing_is_gained_it_says_to_stay_in_bf16(lpq: Callable) -> None:

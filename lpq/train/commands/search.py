@@ -88,7 +88,7 @@ def search(
     except LpqError:
         print_text(result.policy.to_toml())  # the measurements are not lost
         raise
-    remarks = [provenance(card), *not_compared(chosen)]
+    remarks = [provenance(card), *not_compared(chosen, card)]
     if gains_nothing := all({*one.products} == {BF16} for one in result.choices.values()):
         remarks.append(
             "The policy leaves every layer in bf16: by these recipes none saves time within the budget. Narrow layers "
