@@ -91,7 +91,9 @@ def run(
     trainings.refuse_other_text(curves, text.digest, config.out)
     trainings.refuse_other_baseline(curves, jobs[0].title, config.out)
     policies = {job.title: job.config.policy for job in jobs if job.config.policy is not None}
-    trainings.refuse_other_policies(curves, {title: lpq.policy(one).to_toml() for title, one in policies.items()})
+    rules = {title: lpq.policy(one).to_toml() for title, one in policies.items()}
+    trainings.refuse_other_policies(curves, rules)
+    jobs = [replace(job, text=text.digest, rules=rules.get(job.title, "")) for job in jobs]
     _make(config.unfinished)
     with nullcontext() if processes.rank else _only(config.out):
         return _run(config, jobs, text, device, console, began, processes)
@@ -293,6 +295,13 @@ def train(job: TrainingJob, stop: Callable[[], int], say: Say, show: Show) -> No
         torch.cuda.set_device(device)
     policy = lpq.policy(config.policy) if config.policy is not None else None
     text = data.load(config.data, config.seq, config.text)
+    rules = policy.to_toml() if policy is not None else ""
+    for changed, what in ((text.digest != job.text, text.source), (rules != job.rules, str(config.policy))):
+        if changed:
+            raise TrainError(
+                f"{job.name}: {what} changed since the comparison began: restore what it was, and the same command "
+                "goes on; or give another directory with --out"
+            )
     runs.open_directory(replace(config, resume=runs.is_run(directory)))
     folder = directory / (RECIPE if policy is not None else baseline_on(device))
     diverged: str | None = None

@@ -49,6 +49,10 @@ class TrainingJob:
     curve: Path
     """The file that it ends with."""
     command: str
+    text: str = ""
+    """The digest of the text that the comparison began with."""
+    rules: str = ""
+    """The policy that it began with; empty for the baseline."""
 
     @property
     def name(self) -> str:
