@@ -86,6 +86,11 @@ class Culprits(Readable):
                     f"promote: {type(model).__name__} has no layer {one.layer!r}, which was found: give the model "
                     "whose step was replayed"
                 )
+            if layers[one.layer].static_values():
+                raise NumericsError(
+                    f"promote: {layers[one.layer].title} has static scales, which it would not have any more at step "
+                    f"{until}: leave it in bf16, or calibrate the model again by lpq.calibrate"
+                )
             stages = layers[one.layer].model.stages
             if stages is not None and stages.was_set and until <= stages.step:
                 raise NumericsError(

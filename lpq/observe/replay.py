@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from lpq.formats.format import DIRECTIONS, Quantizer
 from lpq.nn.eagerly import run_eagerly
 from lpq.nn.first_argument import check_model
 from lpq.nn.stateful_layer import StatefulLayer, give_recipes, stateful_layers
@@ -85,16 +86,28 @@ class Before:
         self._buffers = [
             (module, name, local_part(buffer).clone())
             for module in model.modules()
-            for name, buffer in module.named_buffers(recurse=False)
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
         ]
+        self._recipes = {layer: (layer.recipe, layer.state_buffers()) for layer in self.layers}
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Bring them back; buffers of another recipe are left alone."""
+        """Bring them back. A layer that has another recipe now gets the states of the operands that are as before."""
         self.set_bits(self._bits)
         for module, name, value in self._buffers:
             if isinstance(buffer := getattr(module, name, None), Tensor) and buffer.shape == value.shape:
                 local_part(buffer).copy_(value)
+        values = {(module, name): value for module, name, value in self._buffers}
+        for layer, (recipe, buffers) in self._recipes.items():
+            if recipe is None or layer.recipe is None or layer.recipe == recipe:
+                continue
+            names = {(one.stack, one.tensor, one.key): one.name for one in buffers}
+            for one in layer.state_buffers():
+                keys = _keys_of_same(getattr(recipe, one.tensor), getattr(layer.recipe, one.tensor))
+                if one.key in keys:
+                    name = names[one.stack, one.tensor, keys[one.key]]
+                    local_part(getattr(layer, one.name)).copy_(values[layer, name])
+            layer.decide_fresh()
 
     def bits(self) -> Bits:
         """The state of the generators."""
@@ -110,6 +123,14 @@ class Before:
         torch.set_rng_state(bits.cpu)
         for device, state in bits.gpus.items():
             torch.cuda.set_rng_state(state, device)
+
+
+def _keys_of_same(before: Quantizer, now: Quantizer) -> dict[str, str]:
+    """The key in the state of one quantizer for each key in the state of another, where operands are encoded alike.
+    Where one direction is, and the other is not, they have other names."""
+    of = {(d, q): p for p, q in before.state_branches().items() for d in DIRECTIONS if p in ("", f"{d}_")}
+    branches = [(d, q, p) for p, q in now.state_branches().items() for d in DIRECTIONS if p in ("", f"{d}_")]
+    return {p + s.name: of[d, q] + s.name for d, q, p in branches if (d, q) in of for s in q.state}
 
 
 class Replay:

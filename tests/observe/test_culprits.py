@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 import lpq
 from lpq.nn.stepping import promote
+from lpq.observe.culprits import _replaced
 from lpq.observe.readings import NumericsError
+from lpq.observe.replay import Replay
 
 
 def model(recipe: Any = "fp8-current", planted: int = 2, **options: Any) -> Any:
@@ -59,6 +61,47 @@ def test_a_planted_layer_is_found_and_all_is_as_before(recipe: str) -> None:
     assert equal([p.grad for p in trained], gradients)
     assert equal([*net.state_dict().values(), torch.get_rng_state()], expected)
     assert {m.recipe for m in net.modules() if isinstance(m, lpq.nn.Layer)} == {lpq.recipe(recipe)}
+
+
+@pytest.mark.parametrize(
+    "recipe", ["fp8-delayed", "fp8-current", "nvfp4", "x=hybrid(row=fp8, col=mxfp8), w=fp8(), dy=fp8()"]
+)
+@pytest.mark.parametrize("part", ["dgrad", "wgrad", "wgrad.x", "dgrad.w"])
+def test_a_part_in_bf16_leaves_the_states_of_the_others(recipe: str, part: str) -> None:
+    """The states of a tensor have other names where one of its operands alone is encoded. The batch is far outside of
+    the scales that are kept: by measured ones forward would be another."""
+    torch.manual_seed(0)
+    net = lpq.convert(nn.Sequential(nn.Linear(64, 64)), recipe)
+    if recipe == "fp8-delayed":
+        net(torch.randn(32, 64)).square().mean().backward()
+    else:
+        lpq.calibrate(net, [torch.randn(32, 64)])
+    replay = Replay(net, closure_of(net, 100 * batch()), None)
+    (layer,) = replay.layers
+    other = _replaced(layer.recipe, lpq.recipe("bf16").operands, part)
+    if other is None:
+        pytest.skip("both operands are rotated, or neither")
+    held = {name: value.clone() for name, value in net.state_dict().items()}
+    with replay.running():
+        loss, gradients = replay.run({})
+        again, others = replay.run({layer: other})
+        in_bf16, _ = replay.run({layer: lpq.recipe("bf16")})
+        assert again == loss
+        assert in_bf16 > 10 * loss, "so scales that are kept do show"
+        assert torch.equal(others[0], gradients[0]) is ("wgrad" not in part)
+    assert equal([*net.state_dict().values()], [*held.values()])
+
+
+def test_culprits_of_a_model_with_static_scales_are_found_and_not_promoted() -> None:
+    """A promotion would end in a layer without scales."""
+    net = model("fp8-current")
+    lpq.calibrate(net, [batch()])
+    found = lpq.observe.culprits(net, closure_of(net, batch()))
+    assert found.found[0].layer == "2.layer"
+    assert {part.part for part in found.parts} >= {"fprop", "dgrad", "wgrad", "fprop.x", "fprop.w"}
+    with pytest.raises(NumericsError, match=r"promote: layer 2\.layer, .* has static scales, .* at step 7: leave it"):
+        found.promote(net, until=7)
+    net(batch())
 
 
 def closure_of(net: Any, x: Tensor) -> Any:
