@@ -128,9 +128,9 @@ class _Culprits:
             before.restore()
             model.zero_grad()
             set_step(model, state.global_step)
-            closure()
-            if args.max_grad_norm:
-                most, own = args.max_grad_norm, gradient_norm(model)
+            again, own = _mean(closure()), gradient_norm(model)
+            self._trigger.done_again(again, _mean(own))
+            if most := args.max_grad_norm:
                 nn.utils.clip_grads_with_norm_(model.parameters(), most, own, foreach=False)  # of several meshes
 
     def _note(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

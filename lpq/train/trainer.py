@@ -139,11 +139,11 @@ class Trainer:
         with self.watch.step() if self.watch is not None else nullcontext():
             value, norm = self._gradients(batch, probe)
         promoted = self._look(batch, value, norm, before)
-        if promoted and before is not None and not (math.isfinite(value) and math.isfinite(norm)):
+        if promoted and self.trigger and before and not (math.isfinite(value) and math.isfinite(norm)):
             before.restore()
             self.optimizer.zero_grad()
             lpq.set_step(self.model, self.step)
-            value, norm = self._gradients(batch, None)
+            value, norm = self.trigger.done_again(*self._gradients(batch, None))
         if not (math.isfinite(value) and math.isfinite(norm)):
             findings = f"\n{self.findings}" if self.findings else ""
             raise Diverged(

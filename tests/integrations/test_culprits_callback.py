@@ -145,12 +145,13 @@ def test_a_step_that_is_no_number_is_done_again_where_layers_are_promoted(promot
         return (args[0] * 1e38 * 1e2 if steps[-1] == 2 and layer.recipe == lpq.recipe("mxfp8") else args[0],)
 
     layer.register_forward_pre_hook(plant)
-    finds = CulpritsCallback(promote=promote, most=1)
+    finds = CulpritsCallback(course=(course := Course()), promote=promote, most=1)
     done = trainer(net, tmp_path, LpqCallback(), finds, Looks(), gradient_accumulation_steps=2, max_grad_norm=0.5)
     with pytest.warns(UserWarning, match=r"(?s)step 3: the (loss|gradient norm) is nan.*up_proj"):
         done.train()
     assert all(bool(p.isfinite().all()) for p in net.parameters()) == bool(promote)
     assert norms[2] == pytest.approx(0.5, rel=1e-4) or not promote  # clipped as the others
+    assert len(course.state_dict()["losses"]) == (STEPS if promote else 2)  # it is on the course
 
 
 @pytest.mark.parametrize("scaled", [False, True])

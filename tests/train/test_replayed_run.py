@@ -152,3 +152,20 @@ def test_a_step_that_is_no_number_is_done_again_where_layers_are_promoted(
         return
     with pytest.raises(Diverged, match=r"(?s)training diverged.*step 3: the loss is nan.*%  blocks.0"):
         run(config, console)
+
+
+def test_a_step_behind_one_that_was_done_again_is_replayed_as_well(
+    tiny: MakeConfig, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that was done again was on the course. Each step is a number if one more layer is promoted."""
+    gradients = Trainer._gradients
+
+    def broken(self: Trainer, *given: Any) -> tuple[float, float]:
+        loss, norm = gradients(self, *given)
+        promoted = 0 if self.trigger is None else len(self.trigger.promoted)
+        return (math.nan if self.step in (2, 3) and promoted < self.step - 1 else loss), norm
+
+    monkeypatch.setattr(Trainer, "_gradients", broken)
+    done = run(tiny(recipe="nvfp4", baseline=False, promote=3, layers=2), console)
+    assert all(map(math.isfinite, done.outcomes[0].losses))
+    assert [record["step"] for record in records(done.directory) if "replay" in record] == [3, 4]
