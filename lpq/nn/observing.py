@@ -55,6 +55,21 @@ def observing(layers: nn.Module | Iterable[nn.Module], observer: O) -> Iterator[
                     _forget(layer, observer)
 
 
+@contextmanager
+def unobserved(layers: Iterable[StatefulLayer]) -> Iterator[None]:
+    """Have none of the present observers told of the passes inside."""
+    with _CHANGING:
+        former = [(layer, layer.passes.observers) for layer in layers]
+        for layer, _ in former:
+            layer.passes.observers = ()
+    try:
+        yield
+    finally:
+        with _CHANGING:
+            for layer, observers in former:
+                layer.passes.observers = (*observers, *layer.passes.observers)
+
+
 def _layers(layers: nn.Module | Iterable[nn.Module]) -> list[StatefulLayer]:
     if not isinstance(layers, nn.Module | Iterable):
         raise TypeError(f"layers must be a converted model or layers of it, got {type(layers).__name__}")

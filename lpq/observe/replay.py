@@ -18,6 +18,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from lpq.formats.format import DIRECTIONS, Quantizer
 from lpq.nn.eagerly import run_eagerly
 from lpq.nn.first_argument import check_model
+from lpq.nn.observing import unobserved
+from lpq.nn.plan import Plan
 from lpq.nn.stateful_layer import StatefulLayer, give_recipes, stateful_layers
 from lpq.observe.readings import NumericsError
 from lpq.observe.sharing import device_of, is_shared, refuse_inside
@@ -80,11 +82,12 @@ class Before:
     def __init__(self, model: nn.Module) -> None:
         check_model(model)
         self.layers = {*stateful_layers(model).values()}
+        self._notes = [(layer, layer.passes.fresh, layer.passes.borrowed) for layer in self.layers]
         devices = {device_of(p) for p in model.parameters()}
         self._gpus = [device for device in devices if device.type == "cuda"]
         self._bits = self.bits()
         self._buffers = [
-            (module, name, local_part(buffer).clone())
+            (module, name, buffer, local_part(buffer).clone())
             for module in model.modules()
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
         ]
@@ -92,12 +95,16 @@ class Before:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Bring them back. A layer that has another recipe now gets the states of the operands that are as before."""
+        """Bring them back, as the very tensors that they were: a CUDA graph writes to these. A layer that has another
+        recipe now gets the states of the operands that are as before."""
         self.set_bits(self._bits)
-        for module, name, value in self._buffers:
-            if isinstance(buffer := getattr(module, name, None), Tensor) and buffer.shape == value.shape:
+        had = set[tuple[nn.Module, str]]()
+        for module, name, buffer, value in self._buffers:
+            if isinstance(now := getattr(module, name, None), Tensor) and now.shape == buffer.shape:
+                setattr(module, name, buffer)
                 local_part(buffer).copy_(value)
-        values = {(module, name): value for module, name, value in self._buffers}
+                had.add((module, name))
+        values = {(module, name): value for module, name, _, value in self._buffers}
         for layer, (recipe, buffers) in self._recipes.items():
             if recipe is None or layer.recipe is None or layer.recipe == recipe:
                 continue
@@ -107,7 +114,13 @@ class Before:
                 if one.key in keys:
                     name = names[one.stack, one.tensor, keys[one.key]]
                     local_part(getattr(layer, one.name)).copy_(values[layer, name])
-            layer.decide_fresh()
+                    had.add((layer, one.name))
+        for layer, fresh, borrowed in self._notes:
+            known = {one.tensor for one in layer.state_buffers() if (layer, one.name) in had} - {*fresh}
+            plan = layer.passes.plan
+            layer.passes.fresh = () if plan is None else tuple(x for x in plan.fresh if x not in known)
+            layer.passes.borrowed = tuple(name for name in borrowed if (layer, name) in had)
+            layer.watch_fresh()
 
     def bits(self) -> Bits:
         """The state of the generators."""
@@ -136,7 +149,8 @@ def _keys_of_same(before: Quantizer, now: Quantizer) -> dict[str, str]:
 class Replay:
     """The step of a model, which can be run again."""
 
-    def __init__(self, model: nn.Module, closure: Closure, before: Before | None) -> None:
+    def __init__(self, model: nn.Module, closure: Closure, before: Before | None, by: Iterable[Recipe] = ()) -> None:
+        """``by``: recipes of runs beside the layers' own and recipes that draw no random bits."""
         self._closure, self._before = closure, Before(model) if before is None else before
         if not self._before.layers >= {*stateful_layers(model).values()}:
             raise NumericsError(
@@ -149,14 +163,16 @@ class Replay:
         self._model, self._is_shared = model, is_shared(model)
         self.in_main_grad = {m.model for m in self.layers if m.model.accumulate == "main_grad"}
         """The models that add gradients of weights to tensors of the user, which keep what the step added."""
+        self.aligns = any(Plan.of(recipe).stochastic for recipe in {*self.layers.values(), *by})
+        """Whether runs differ in the random bits that layers draw, so that each layer is given its own."""
         self._bits: dict[tuple[int, int], Bits] = {}
         """The bits with which each layer began and ended in the first run, by its calls."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Have runs inside; put all back behind them."""
+        """Have runs inside, of which no observer of the step is told; put all back behind them."""
         now = Before(self._model)
-        with kept_gradients(self.parameters):
+        with kept_gradients(self.parameters), unobserved(self._before.layers):
             try:
                 for one in self.in_main_grad:
                     one.accumulate = "grad"
@@ -167,11 +183,12 @@ class Replay:
                 give_recipes(self.layers)
                 now.restore()
 
-    def run(self, recipes: Mapping[StatefulLayer, Recipe]) -> tuple[float, list[Tensor]]:
+    def run(self, recipes: Mapping[StatefulLayer, Recipe], *, aligns: bool | None = None) -> tuple[float, list[Tensor]]:
         """Run the step with these recipes for these layers; return the loss and this rank's parts of the gradients.
 
         Each layer begins with the bits with which it began in the first run, so that one without random bits does not
-        give others to the layers behind it."""
+        give others to the layers behind it. That takes hooks, with which fused layers run one by one, so there are none
+        where no layer draws bits; ``aligns`` has it otherwise."""
         give_recipes({**self.layers, **recipes})
         self._before.restore()
         for parameter in self.parameters:
@@ -180,7 +197,8 @@ class Replay:
         with ExitStack() as stack:
             stack.enter_context(run_eagerly())
             stack.callback(register_optimizer_step_pre_hook(self._refuse_step).remove)
-            for layer in self.layers:
+            stack.callback(self._model.register_forward_pre_hook(self._refuse_inside).remove)
+            for layer in self.layers if (self.aligns if aligns is None else aligns) else ():
                 for hook in self._hooks(layer, calls):
                     stack.callback(hook.remove)
             loss = self._closure()
@@ -201,9 +219,11 @@ class Replay:
                 "backward alone, and no hook of a gradient may step an optimizer either"
             )
 
+    def _refuse_inside(self, *_: object) -> None:
+        refuse_inside("the replay", self._is_shared)
+
     def _hooks(self, layer: StatefulLayer, calls: dict[int, int]) -> Iterator[Any]:
         def align(*_: Any) -> None:
-            refuse_inside("the replay", self._is_shared)
             number = calls[id(layer)] = calls.get(id(layer), 0) + 1
             bits = self._bits.setdefault((id(layer), number), self._before.bits())
             self._before.set_bits(bits)

@@ -233,7 +233,11 @@ def test_ranks_that_would_replay_otherwise_all_raise(rank: int) -> None:
     net = sharded(planted("fp8-current"))
     closure = closure_of(net, rank)
     begins = "RuntimeError: the ranks do not replay the same: rank 0 has ["
-    for option, others in (({"most": 1}, {"most": 2}), ({"least": 0.1}, {"least": 0.2}), ({"replays": 1}, {})):
+    courses = [{"course": lpq.observe.Course(2, least=2)} for _ in range(2)]
+    for i, one in enumerate(courses):  # of losses of its own batches
+        assert [one["course"].leaves(1e-9 + 1e9 * i) for _ in range(2)] == [None] * 2
+    different: Any = [({"most": 1}, {"most": 2}), ({"least": 0.1}, {"least": 0.2}), ({"replays": 1}, {}), courses]
+    for option, others in different:
         given: Any = others if rank else option
         said = agreed(lambda: lpq.observe.culprits(net, closure, **given))  # noqa: B023
         assert all(one.startswith(begins) for one in said), said
