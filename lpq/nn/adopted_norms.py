@@ -47,6 +47,8 @@ def norm_of(module: nn.Module) -> Found | None:
     """Return how a module computes; None if it is no norm that lpq knows."""
     if isinstance(module, EncodingNorm):
         return Found(module.norm, module.lpq_reads)
+    if isinstance(module, torch.jit.ScriptModule):
+        return None
     parameters = module._parameters
     weight, bias = parameters.get("weight"), parameters.get("bias")
     own = [p for p in parameters.values() if p is not None]

@@ -21,7 +21,7 @@ from lpq.nn.grouped_linear import GroupedLayer
 from lpq.nn.linear import Layer
 from lpq.nn.norm_groups import Place, places_in
 from lpq.nn.shared_states import why_states_differ
-from lpq.nn.stand_ins import ReplacedForward, Trial, aside
+from lpq.nn.stand_ins import ReplacedForward, ScriptedModule, Trial, aside
 from lpq.nn.unwrapping import children_inside
 from lpq.registry.showing import listed
 from lpq.torch_private.pytree import tree_leaves
@@ -35,6 +35,7 @@ AGAIN = "it runs twice in its block, or a layer that takes its output does"
 WRITTEN = "its output is written to, or its input is afterwards"
 REPLACED = "the forward of its block was replaced on the object: call lpq.fuse again without that"
 REPLACED_INSIDE = "the forward of a module in its block was replaced on the object: call lpq.fuse again without that"
+SCRIPTED = "a module in its block is compiled by torch.jit, which hides what takes its output: leave that one in Python"
 LOST = "its {} would be lost, since a norm that encodes has attributes of such names: rename yours"
 DESCRIBE = ("__get__", "size", "dim", "numel")
 """The names of functions that read no element: attributes of a tensor, and methods."""
@@ -62,7 +63,8 @@ def norms_in(block: nn.Module, known: Callable[[nn.Module], Found | None]) -> di
     if any(isinstance(m, nn.Embedding | nn.ModuleList) and not isinstance(m, ParametrizationList) for m in inside):
         return {}
     widths = {m.in_features for m in inside if isinstance(m, Layer) and not isinstance(m, GroupedLayer)}
-    children = [(name, m, m._parameters.get("weight")) for name, m in children_inside(block).items() if m is not None]
+    inner = {name: m for name, m in children_inside(block).items() if not isinstance(m, torch.jit.ScriptModule | None)}
+    children = [(name, m, m._parameters.get("weight")) for name, m in inner.items()]
     norms = {
         name: m for name, m, w in children if not (w is None or is_lazy(w)) and w.shape[-1:] and w.shape[-1] in widths
     }
@@ -87,6 +89,8 @@ def followers(
                 out = class_before(block).forward(like, x, **beside, **dict.fromkeys(needs))
         except ReplacedForward:
             return dict.fromkeys(norms, REPLACED_INSIDE)
+        except ScriptedModule:
+            return dict.fromkeys(norms, SCRIPTED)
         except Exception as error:  # other code's, which may raise anything on such an input
             why = f"{UNKNOWN}: on {x.device.type} it raises {type(error).__name__}{MOVE * (x.device.type == 'cpu')}"
         else:

@@ -205,7 +205,7 @@ def find_parts(module: nn.Module) -> BlockParts | str | None:
     or is fused already."""
     children = {name: m for name, m in module._modules.items() if m is not None}
     own = [name for name, m in children.items() if next(m.parameters(), None) is not None]
-    if len(own) not in (2, 3) or isinstance(module, FusedBlock | SwiGLU):
+    if len(own) not in (2, 3) or isinstance(module, FusedBlock | SwiGLU | torch.jit.ScriptModule):
         return None
     if not all(isinstance(getattr(children[name], size, None), int) for name in own for size in SIZES):
         return None  # an adapter has the sizes of the layer that is in it

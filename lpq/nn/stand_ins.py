@@ -72,6 +72,10 @@ class ReplacedForward(Exception):
     """A module of a trial has a forward of its own on the object, which would run on the module itself."""
 
 
+class ScriptedModule(Exception):
+    """A module of a trial is compiled by ``torch.jit``: no mode sees the functions that it calls."""
+
+
 class StandIn(nn.Module):
     """Takes the place of a layer: it notes its calls, and returns a given tensor."""
 
@@ -148,6 +152,8 @@ class Trial(TorchFunctionMode):
         return self._copy(module, stand_for, base, {})
 
     def _copy(self, module: nn.Module, stand_for: StandFor, base: Any, copies: dict[int, nn.Module]) -> Any:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ScriptedModule
         if "forward" in vars(module):
             raise ReplacedForward
         cls: Any = base or class_before(module)

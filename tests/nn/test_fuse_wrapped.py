@@ -192,3 +192,51 @@ def test_an_error_half_way_leaves_the_model_as_it_was(monkeypatch: pytest.Monkey
         lpq.fuse(net)
     assert seen != [cls for _, cls, _ in before], "blocks and norms were extended before"
     assert [(type(module), vars(module)) for module, *_ in before] == [(cls, own) for _, cls, own in before]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("scripted", ["norm", "mlp", "mlp.up", "mlp.act", "all"])
+def test_a_part_that_is_compiled_by_torch_jit(scripted: str) -> None:
+    """Nobody sees the functions that it calls, so that a block around it stays as it is, and the report says so."""
+
+    class MLP(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.act, self.down = nn.Linear(64, 96), nn.SiLU(), nn.Linear(96, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.act(self.up(x)))  # type: ignore[no-any-return]
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.first = nn.LayerNorm(64), nn.Linear(64, 64)
+            self.norm, self.mlp = nn.LayerNorm(64), MLP()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.first(self.before(x))
+            return x + self.mlp(self.norm(x))  # type: ignore[no-any-return]
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        net = nn.Sequential(Block(), Block())
+        if scripted == "all":
+            net[0] = torch.jit.script(net[0])
+        else:
+            net[0].set_submodule(scripted, torch.jit.script(net[0].get_submodule(scripted)))
+        return lpq.convert(net, "mxfp8", include="all")
+
+    plain, net = made(), lpq.fuse(made())
+    x = torch.randn(4, 64)
+    for each in (plain, net):
+        each(x).square().sum().backward()
+    pairs = zip(net[1].parameters(), plain[1].parameters(), strict=True)  # what torch.jit compiles changes after a run
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+    assert torch.equal(net(x), plain(x))
+    assert {"1.before", "1.norm", "1.mlp"} <= {entry.name for entry in lpq.report(net).fused}
+    apart = _apart(net)
+    assert all(name.startswith("0.") for name in apart)
+    if scripted != "all":
+        assert "is compiled by torch.jit, which hides what takes its output" in apart["0.before"]
+    lpq.unfuse(net)
+    assert torch.equal(net(x), plain(x))
