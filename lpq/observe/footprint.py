@@ -27,6 +27,7 @@ from lpq.optim import QuantizedStates
 from lpq.optim.adamw import FIRST, SECOND
 from lpq.optim.states import StateForm
 from lpq.optim.stored_size import stored_bytes, why_stays
+from lpq.registry.showing import brief
 from lpq.tensor import QuantizedTensor, quantize
 from lpq.torch_private.tensors import local_part
 
@@ -101,6 +102,10 @@ def memory(
     check_whole("memory", 1, ranks=1 if ranks is None else ranks)
     if not isinstance(param_dtype, torch.dtype | None):
         raise TypeError(f"memory: param_dtype={param_dtype!r}: it is a dtype, such as torch.bfloat16, or None")
+    if not isinstance(moments, Mapping | None):
+        raise TypeError(f"memory: moments={brief(moments)}: it has the format of each state, as in {{{FIRST!r}: '…'}}")
+    if not isinstance(blocks, Iterable):
+        raise TypeError(f"memory: blocks is a {type(blocks).__name__}: it lists modules of the model, as [model.layer]")
     for layer in converted(model):
         if getattr(layer, "layouts", None) is not None or getattr(layer, "dispatched", None) is not None:
             raise ValueError(f"memory counts what FSDP2 shards: call it before a style shares out {layer.title}")
@@ -112,11 +117,14 @@ def memory(
     rest = {id(p): p for p in model.parameters()}
     parts = []
     for block in blocks:
+        if not isinstance(block, nn.Module) or any(id(p) not in names for p in block.parameters()):
+            raise TypeError(f"memory: blocks has a {type(block).__name__} that is not in the model: list its modules")
         own = [rest.pop(id(p)) for p in block.parameters() if id(p) in rest]
-        parts.append(_sum(over, (_of(p, over, True, param_dtype, layers.get(id(p)), names[id(p)], forms) for p in own)))
+        inside = (_of(p, over, True, param_dtype, layers.get(id(p)), names[id(p)], forms) for p in own)
+        parts.append(sum(inside, Memory(over)))
     root = (_of(p, over, False, param_dtype, layers.get(id(p)), names[id(p)], forms) for p in rest.values())
     largest = max((part.at_once for part in parts), default=0)
-    total = _sum(over, [*parts, *root])
+    total = sum([*parts, *root], Memory(over))
     return Memory(**{**total.__dict__, "at_once": total.at_once - sum(part.at_once for part in parts) + largest})
 
 
@@ -128,10 +136,6 @@ def held_bytes(tensor: Tensor) -> int:
     """
     part = local_part(tensor)
     return part.held_bytes if isinstance(part, QuantizedTensor) else part.nbytes
-
-
-def _sum(ranks: int, parts: Iterable[Memory]) -> Memory:
-    return sum(parts, Memory(ranks))
 
 
 def _of(

@@ -77,6 +77,26 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "param_dtype='bf16': it is a dtyp",
     ),  # type: ignore[arg-type]
+    "memory of moments in a format": (
+        lambda: observe.memory(NET, moments="mxfp8"),  # type: ignore[arg-type]
+        TypeError,
+        r"memory: moments='mxfp8': it has the format of each state, as in \{'exp_avg': '…'\}",
+    ),
+    "memory of one block": (
+        lambda: observe.memory(NET, blocks=NET[0]),  # type: ignore[arg-type]
+        TypeError,
+        "memory: blocks is a Linear: it lists modules of the model",
+    ),
+    "memory of blocks by name": (
+        lambda: observe.memory(NET, blocks=["0"]),  # type: ignore[list-item]
+        TypeError,
+        "memory: blocks has a str that is not in the model",
+    ),
+    "memory of other blocks": (
+        lambda: observe.memory(NET, blocks=[PLAIN[0]]),
+        TypeError,
+        "memory: blocks has a Linear that is not in the model: list its modules",
+    ),
     "a norm of a width": (
         lambda: lpq.nn.rms_norm(BATCHES[0], 32, layers=NET),  # type: ignore[arg-type]
         TypeError,
