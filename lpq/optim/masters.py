@@ -30,7 +30,7 @@ from lpq.tensor import QuantizedTensor
 from lpq.tensor.encode_writes import write
 from lpq.tensor.finite import Finite
 from lpq.torch_private.dtensor import dtensor_over
-from lpq.torch_private.optimizers import load_post_hooks, load_pre_hooks
+from lpq.torch_private.optimizers import load_post_hooks
 from lpq.torch_private.tensors import local_part, local_parts, version_of
 
 MASTER = "master"
@@ -336,11 +336,7 @@ class MasterWeights(Wrapper):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` gave, or torch's ``get_optimizer_state_dict``, where parameters have names. The
         weights are not touched: they are in the model's state. Where it does not fit, nothing is loaded."""
-        state_dict = state_dict.copy()
-        for before in load_pre_hooks(self).values():
-            changed = before(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        rest, masters = self._apart(state_dict)
+        rest, masters = self._apart(self.hooked(state_dict))
         self.optimizer.load_state_dict(rest)
         with torch.no_grad():
             for weight, master in masters.items():

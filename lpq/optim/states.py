@@ -43,7 +43,7 @@ from lpq.tensor import QuantizedTensor
 from lpq.tensor.encode_writes import write
 from lpq.torch_private.compiling import outside_graphs
 from lpq.torch_private.dtensor import dtensor_as, dtensor_over
-from lpq.torch_private.optimizers import step_hooks
+from lpq.torch_private.optimizers import load_pre_hooks, step_hooks
 from lpq.torch_private.tensors import local_part
 
 if TYPE_CHECKING:
@@ -339,6 +339,8 @@ class QuantizedStates(Wrapper):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` gave, or the state of such an optimizer that was not wrapped, which is encoded."""
+        if not load_pre_hooks(self):  # they may add what it lacks
+            self.check_state(state_dict)
         super().load_state_dict(state_dict)
         with torch.no_grad():
             for p in self._params():

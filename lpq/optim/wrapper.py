@@ -7,6 +7,7 @@ store of the job, since one of them may have wrapped its optimizer alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from lpq.distributed.alike import compare_in_store
 from lpq.distributed.ranks import sharing
+from lpq.torch_private.optimizers import load_pre_hooks
 
 DIFFER = "the ranks do not wrap their optimizers alike"
 REMEDY = "Wrap the optimizer alike on all ranks, and take its steps on all"
@@ -43,6 +45,26 @@ class Wrapper(Optimizer):
                 f"{cls.__name__} under torch.inference_mode(): no later step could write to the states that are made "
                 "there. Make it, and take its steps, outside; torch.no_grad() does no harm"
             )
+
+    def hooked(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Have the hooks of this optimizer change a state before it is loaded; an error if it is no state then."""
+        state_dict = state_dict.copy() if isinstance(state_dict, dict) else state_dict
+        for before in load_pre_hooks(self).values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self.check_state(state_dict)
+        return state_dict
+
+    def check_state(self, state_dict: object) -> None:
+        """Raise unless this has all that the state of an optimizer has."""
+        name = type(self).__name__
+        remedy = "pass what state_dict() of such an optimizer gave"
+        if not isinstance(state_dict, dict):
+            raise TypeError(f"{name}.load_state_dict got a {type(state_dict).__name__}: {remedy}")
+        if missing := [key for key in ("state", "param_groups") if key not in state_dict]:
+            raise ValueError(f"{name}.load_state_dict got a state without {' and '.join(missing)}: {remedy}")
+        if any("params" not in group for group in state_dict["param_groups"]):
+            raise ValueError(f"{name}.load_state_dict got a group without params: {remedy}")
 
     def begin(self, closure: Callable[[], float] | None, options: Callable[[], Sequence[str]]) -> float | None:
         """Begin a step: call the closure. Before the first step, compare the ``options``."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
 import lpq
-from lpq.optim import QuantizedStates
+from lpq.optim import MasterWeights, QuantizedStates
 from lpq.tensor import QuantizedTensor
 
 FIRST, SECOND = {"exp_avg": "mxfp8"}, {"exp_avg_sq": "fp8(scaling=block, pow2=false)"}
@@ -23,6 +23,30 @@ def _step(net: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None
     for p in net.parameters():
         p.grad = torch.randn(p.shape, generator=random)
     optimizer.step()
+
+
+@pytest.mark.parametrize("lacks", ["state", "param_groups", "both", "params"])
+@pytest.mark.parametrize("wrapper", [MasterWeights, QuantizedStates])
+def test_a_state_that_lacks_what_each_has(wrapper: Any, lacks: str) -> None:
+    """A hook may add it before."""
+    net = lpq.convert(nn.Sequential(nn.Linear(64, 128, bias=False)), "mxfp8", weights="quantized")
+    net = net if wrapper is MasterWeights else nn.Linear(64, 128, bias=False)
+    optimizer = wrapper(AdamW(net.parameters()), **FIRST if wrapper is QuantizedStates else {})
+    _step(net, optimizer, 0)
+    whole = copy.deepcopy(optimizer.state_dict())
+    part: dict[str, Any] = {key: value for key, value in whole.items() if lacks not in (key, "both")}
+    if lacks == "params":
+        part["param_groups"] = [{k: v for k, v in group.items() if k != "params"} for group in whole["param_groups"]]
+    missing = {"both": "a state without state and param_groups", "params": "a group without params"}
+    words = missing.get(lacks, f"a state without {lacks}")
+    with pytest.raises(
+        ValueError, match=rf"^{wrapper.__name__}\.load_state_dict got {words}: pass what state_dict\(\)"
+    ):
+        optimizer.load_state_dict(part)
+    with pytest.raises(TypeError, match=rf"^{wrapper.__name__}\.load_state_dict got a list: pass what"):
+        optimizer.load_state_dict([part])
+    optimizer.register_load_state_dict_pre_hook(lambda own, state: whole)
+    optimizer.load_state_dict(part)
 
 
 def _values(optimizer: QuantizedStates, p: Tensor) -> dict[str, Tensor]:
