@@ -25,8 +25,8 @@ from lpq.calibration.targets import Target, forgotten, searches, targets
 from lpq.checkpoint.model import Model, is_shared
 from lpq.engines.siblings import FUSED, fused
 from lpq.files.disk import place
+from lpq.nn.first_argument import check_choices
 from lpq.nn.stateful_layer import stateful_layers
-from lpq.registry.errors import suggestion
 from lpq.registry.showing import Readable, number
 from lpq.registry.warning import warn
 from lpq.torch_private.tensors import local_part
@@ -251,10 +251,8 @@ def _bar(samples: int, title: str, *, visible: bool) -> Iterator[Callable[[int],
 
 
 def _check(method: str, samples: int, percentile: float, unseen: str, every: int, batches: object) -> None:
-    if method not in get_args(Method):
-        raise CalibrationError(f"there is no method {method!r}: {suggestion(str(method), get_args(Method))}")
-    if unseen not in get_args(Unseen):
-        raise CalibrationError(f"unseen={unseen!r}: {suggestion(str(unseen), get_args(Unseen))}")
+    check_choices(get_args(Method), CalibrationError, method=method)
+    check_choices(get_args(Unseen), CalibrationError, unseen=unseen)
     for name, value in (("samples", samples), ("every", every)):
         if type(value) is not int or value < 1:
             raise CalibrationError(f"{name}={value!r}: it is a whole number from 1 on")

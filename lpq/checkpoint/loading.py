@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import state_dict_loader as dcp
 
 from lpq.checkpoint.argument_order import model_first
 from lpq.checkpoint.background import ranks_of
-from lpq.checkpoint.errors import CheckpointWarning
+from lpq.checkpoint.errors import CheckpointError, CheckpointWarning
 from lpq.checkpoint.finding import WholeCheckpoint, find
 from lpq.checkpoint.info import Info, read
 from lpq.checkpoint.matching import Match, check_complete, match
@@ -21,6 +21,7 @@ from lpq.checkpoint.optimizer import Loaded, Named, Optimizers, join, kind, mast
 from lpq.checkpoint.ranks import ALIKE, quiet
 from lpq.checkpoint.reading import CheckpointReader
 from lpq.files.disk import place
+from lpq.nn.first_argument import check_flags
 from lpq.registry.showing import listed
 from lpq.registry.warning import warn
 from lpq.tensor.inference import normal_tensors
@@ -103,6 +104,7 @@ class _Job(NamedTuple):
 
 def _prepare(model: Model, source: WholeCheckpoint, optimizer: Optimizers, any_policy: bool) -> _Job:
     """Find everything that can be wrong, before anything is written."""
+    check_flags("load", CheckpointError, any_policy=any_policy)
     info, beside = read(source)
     description = info.description
     description.require(description.stored)

@@ -28,7 +28,7 @@ from lpq.engines.saved import SavedCheckpoint
 from lpq.engines.siblings import Siblings, fused
 from lpq.engines.writing import Directory, shards
 from lpq.files.disk import place
-from lpq.nn.first_argument import check_model
+from lpq.nn.first_argument import check_flags, check_model
 from lpq.operations.inputs import DTYPES
 from lpq.registry.showing import Readable, listed, number
 from lpq.registry.warning import warn
@@ -224,6 +224,7 @@ def _one_file(
     process_group: dist.ProcessGroup | None,
 ) -> Exported:  # fmt: skip
     """Write a whole model into one file. ``for_engines``: the arguments that mean nothing here."""
+    check_flags("export", CheckpointError, decode=decode)
     if layout != ONE_FILE:
         raise CheckpointError(f'decode=True is for layout="{ONE_FILE}", and engines read layout={layout!r} quantized')
     if for_engines != (None, None, None, "alike", SHARD):

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lpq
 from lpq.integrations.going_on import CALLBACK, go_on, policy_of, warn_of_uncalled
 from lpq.nn import set_step
+from lpq.nn.first_argument import check_flags
 from lpq.observe import Numerics, numerics
 
 __all__ = ["LpqCallback", "LpqPrecision"]
@@ -61,6 +62,7 @@ class _Callback:
     def __init__(self, *, any_policy: bool = False, report: bool = True, watch: int = 0, **options: Any) -> None:
         """``any_policy``: go on under another policy than the checkpoint's. ``report``: print ``lpq.report``.
         ``watch``: write ``numerics.jsonl`` every ``watch`` steps; ``options`` go to ``lpq.observe.numerics``."""
+        check_flags(CALLBACK, any_policy=any_policy, report=report)
         self.any_policy, self.report, self.watch, self.options = any_policy, report, watch, options
         self.numerics: Numerics | None = None
         self._folder = Path()

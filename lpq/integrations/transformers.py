@@ -19,7 +19,7 @@ from lpq.integrations.decoded import attach
 from lpq.integrations.going_on import CALLBACK as NAME
 from lpq.integrations.going_on import begins_afresh, go_on, policy_of, warn_of_uncalled, would_forget
 from lpq.nn import set_step
-from lpq.nn.first_argument import check_model
+from lpq.nn.first_argument import check_flags, check_model
 from lpq.optim import MasterWeights
 from lpq.optim.unwrap import unwrapped
 from lpq.registry.showing import listed
@@ -38,6 +38,7 @@ class _Steps:
 
     def __init__(self, *, any_policy: bool = False) -> None:
         """``any_policy``: go on from a checkpoint of another policy, under the model's own."""
+        check_flags(NAME, any_policy=any_policy)
         self.any_policy = any_policy
         self.policy: dict[str, Any] | None = None
         self._model: nn.Module | None = None
@@ -101,6 +102,7 @@ def resume(model: nn.Module, checkpoint: str | Path, *, any_policy: bool = False
         any_policy: Let the model have another policy than the checkpoint.
     """
     check_model(model)
+    check_flags("resume", CheckpointError, any_policy=any_policy)
     path = place(checkpoint, "checkpoint") / "trainer_state.json"
     if not path.is_file():
         raise CheckpointError(f"{checkpoint} is no checkpoint of a Trainer: there is no {path.name} in it")

@@ -15,7 +15,7 @@ from lpq.nn.called import READ, UNCALLED, read_past, uncalled
 from lpq.nn.conversion_plan import BECAME, TAKEN, Change, ConversionPlan, changes_of, check_layers
 from lpq.nn.converted_model import ConvertedModel
 from lpq.nn.coverage import coverage, matrices
-from lpq.nn.first_argument import Model, check_model
+from lpq.nn.first_argument import Model, check_choices, check_flags, check_model
 from lpq.nn.fused_blocks import fuse as fuse_blocks
 from lpq.nn.fused_blocks import is_converted
 from lpq.nn.fused_blocks import notes as fusion_notes
@@ -31,7 +31,6 @@ from lpq.nn.undoing import undone_if_refused
 from lpq.nn.unwrapping import inside_of
 from lpq.nn.wanted import Accumulate
 from lpq.recipes import Include, Policy, PolicyLike, Steps
-from lpq.registry.errors import suggestion
 from lpq.registry.warning import warn
 
 RECORD = "lpq_conversion"
@@ -103,10 +102,8 @@ def convert(
     check_model(model)
     if isinstance(model, jit.ScriptModule):
         raise TypeError(f"model is a {type(model).__name__}, which is compiled: convert the module that it was made of")
-    if accumulate not in (None, *get_args(Accumulate)):
-        raise ValueError(f"accumulate={accumulate!r}: {suggestion(str(accumulate), (*get_args(Accumulate), 'None'))}")
-    if not isinstance(fuse, bool):
-        raise TypeError(f"fuse={fuse!r}: it is True or False")
+    check_choices((None, *get_args(Accumulate)), accumulate=accumulate)
+    check_flags("convert", fuse=fuse)
     prepared = _prepared(model, weights, ranks)
     check_options(weights, ranks, prepared[1])
     if accumulate is not None and weights is not None:

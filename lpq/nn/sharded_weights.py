@@ -22,11 +22,11 @@ from lpq.distributed.shardability import (
 )
 from lpq.formats import Quantizer
 from lpq.formats.sections import is_stack
+from lpq.nn.first_argument import check_choices
 from lpq.nn.linear import Layer
 from lpq.nn.names import first_few
 from lpq.operations.derived_operands import derives_col
 from lpq.recipes import RecipeError, Schedule
-from lpq.registry.errors import suggestion
 from lpq.registry.showing import listed
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.fsdp_protocol import Gathered, attribute_names
@@ -45,8 +45,7 @@ TAKEN = (attribute_names(QuantizedTensor) | attribute_names(WeightShard)) - {"re
 def check_options(weights: Weights | None, ranks: int | None, earlier: int | None = None) -> None:
     """Refuse options that fit no model. ``earlier``: the number of ranks for which the model's weights are prepared
     already."""
-    if weights not in (None, *get_args(Weights)):
-        raise ValueError(f"weights={weights!r}: {suggestion(str(weights), (*get_args(Weights), 'None'))}")
+    check_choices((None, *get_args(Weights)), weights=weights)
     if ranks is not None and (type(ranks) is not int or ranks < 1):
         raise ValueError(f"ranks={ranks!r}: it is the number of ranks of the shards, from 1 on")
     if weights is None and ranks not in (None, earlier):

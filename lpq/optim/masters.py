@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lpq.distributed.optimizer_steps import steps
 from lpq.distributed.shard_groups import attach
+from lpq.nn.first_argument import check_flags
 from lpq.operations.reduce_statistics import Reductions
 from lpq.optim.master_report import report
 from lpq.optim.wrapper import Wrapper
@@ -74,6 +75,7 @@ class MasterWeights(Wrapper):
 
     def __init__(self, optimizer: Optimizer, keep: bool = True) -> None:
         self.check_wraps(optimizer)
+        check_flags("MasterWeights", keep=keep)
         if isinstance(optimizer, MasterWeights):
             raise TypeError("MasterWeights got a MasterWeights: this optimizer is wrapped already, use it as it is")
         if isinstance(optimizer, torch.optim.LBFGS):

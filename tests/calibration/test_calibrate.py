@@ -423,7 +423,7 @@ def test_a_bar_shows_how_far_it_is_in_a_terminal_only(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"method": "maximum"}, "there is no method 'maximum': did you mean 'max'"),
+        ({"method": "maximum"}, "method='maximum': did you mean 'max'"),
         ({"samples": 0}, "samples=0: it is a whole number from 1 on"),
         ({"percentile": 101, "method": "percentile"}, "percentile=101: it is a number from 50 to 100, such as 99"),
         ({"percentile": 0.999, "method": "percentile"}, "percentile=0.999: it is a number from 50 to 100, such as"),

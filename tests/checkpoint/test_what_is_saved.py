@@ -172,6 +172,8 @@ def test_going_on_under_another_policy_on_purpose(tmp_path: Path) -> None:
     train(net, torch.optim.SGD(net.parameters(), 0.1), range(3))
     checkpoint.save(net, tmp_path)
     blocks = gpt("mxfp8")
+    with pytest.raises(CheckpointError, match="load: any_policy='no': it is True or False"):
+        checkpoint.load(blocks, tmp_path, any_policy="no")  # type: ignore[arg-type]  # which counted as true
     checkpoint.load(blocks, tmp_path, any_policy=True)
     assert torch.equal(blocks[0].weight, net[0].weight)
     checkpoint.save(blocks, tmp_path)

@@ -93,6 +93,8 @@ def test_another_policy_or_another_length_is_refused(run: tuple[Any, Path], tmp_
         fit(tmp_path, Boring(), "mxfp8", resume=given)
     with pytest.raises(CheckpointError, match=f"for {STEPS + 2} steps"):
         fit(tmp_path, Boring(), TWO_STAGES, steps="later", resume=given, max_steps=STEPS + 2)
+    with pytest.raises(TypeError, match="LpqCallback: any_policy='no': it is True or False"):
+        LpqCallback(any_policy="no")
     other = Boring()
     fit(tmp_path, other, "mxfp8", resume=given, callback=LpqCallback(any_policy=True, report=False))
     assert len(other.losses) == 2

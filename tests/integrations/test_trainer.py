@@ -166,6 +166,8 @@ def test_another_policy_or_another_length_is_refused(
     other = trainer(converted(policy), tmp_path, LpqCallback(), **options)
     with pytest.raises(CheckpointError, match=rf"(?s){words}.*LpqCallback\(any_policy=True\)"):
         other.train(resume_from_checkpoint=given)
+    with pytest.raises(TypeError, match="LpqCallback: any_policy='no': it is True or False"):
+        LpqCallback(any_policy="no")
     other = trainer(converted(policy), tmp_path, LpqCallback(any_policy=True), **options)
     other.train(resume_from_checkpoint=given)
     assert other.state.global_step == options.get("max_steps", STEPS)

@@ -141,6 +141,23 @@ def test_other_arguments(name: str) -> None:
         call()
 
 
+STORED = converted("mxfp8", 64, 64, weights="quantized")
+FLAGS: dict[str, Callable[[Any], Any]] = {
+    "fuse": lambda value: lpq.convert(linears(32, 32), "mxfp8", fuse=value),
+    "keep": lambda value: optim.MasterWeights(torch.optim.AdamW(STORED.parameters()), keep=value),
+    "decode": lambda value: lpq.export(NET, "file.pt", layout="lpq", decode=value),
+    "any_policy": lambda value: transformers.resume(NET, "checkpoint", any_policy=value),
+}
+
+
+@pytest.mark.parametrize("value", ["no", None, 0, 1.0])
+@pytest.mark.parametrize("name", FLAGS)
+def test_an_option_that_is_neither_true_nor_false(name: str, value: Any) -> None:
+    """Of these, ``"no"`` counted as true: masters were kept, and any policy was let in."""
+    with pytest.raises((TypeError, CheckpointError), match=f": {name}={value!r}: it is True or False"):
+        FLAGS[name](value)
+
+
 @pytest.mark.parametrize("number", [0, -3, "a", 2.0, None, "later"])
 def test_a_number_of_steps_that_is_none(number: Any) -> None:
     words = f"steps={number!r}: it is the length of the run in steps"
