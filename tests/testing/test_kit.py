@@ -271,6 +271,12 @@ def test_what_finds_most_runs_first_and_what_compiles_last(pytester: pytest.Pyte
         assert set(kit[-2:]) == {"test_compiled_layer_is_the_layer", "test_compile_without_a_break"}
 
 
+def test_no_warning_of_torchs_own_fails_a_format(pytester: pytest.Pytester) -> None:
+    """A plugin's author may have pytest take warnings as errors."""
+    kit = ("--pyargs", "lpq.testing.conformance.test_linear", "--lpq-format=mxfp8()", "-k", "compiled")
+    pytester.runpytest_inprocess(*IN_PROCESS, "-W", "error", *kit).assert_outcomes(passed=1, deselected=8)
+
+
 def test_two_gradients_of_zeros_are_equal() -> None:
     """As those of a format that remembers nothing yet may be; what is zero on one side alone is not equal."""
     zeros, ones = torch.zeros(3, 4), torch.ones(3, 4)

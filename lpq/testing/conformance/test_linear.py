@@ -117,6 +117,7 @@ def train(layer: Linear, steps: int = 8) -> list[float]:
     return losses
 
 
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function'> should not be instantiated")  # Dynamo does
 def test_compiled_layer_is_the_layer(family: Family) -> None:
     """Forward and backward in one graph each (``fullgraph=True``) for any number of rows, with the bits of eager
     execution."""
