@@ -38,7 +38,7 @@ def matching(patterns: Iterable[str], names: Sequence[str]) -> dict[str, list[st
         if part == pattern:  # it is a name itself
             found[pattern] = named.get(pattern, [])
         else:  # a part that is in none of them is found at once
-            found[pattern] = [name for name in names if matches(pattern, name)] if part in every else []
+            found[pattern] = [n for n in names if part in n and fnmatchcase(n, pattern)] if part in every else []
     return found
 
 
