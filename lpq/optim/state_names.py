@@ -27,7 +27,8 @@ class StateKind(NamedTuple):
     """A state."""
 
     second: bool
-    """Whether it is a second moment: positive, whatever the sign of the gradient."""
+    """Whether it is a second moment: positive, whatever the sign of the gradient, and where it is larger the update is
+    no larger. A positive state that multiplies the update, as a step size, is none: to raise it would be harm."""
     fall: float
     """The factor by which it falls in a step without a gradient; of a second moment the factor of its root."""
     like: bool
@@ -65,17 +66,26 @@ def _tried(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) 
     kinds: dict[str, StateKind] = {}
     for name, first in up.items():
         second = all(bool((x >= 0).all()) and bool((x > 0).any()) for x in (first[0], down[name][0]))
+        second = second and _update(optimizer, group, shape, name) <= _update(optimizer, group, shape)
         ratio = (first[1] / first[0]).abs().nan_to_num(1.0).max()
         kinds[name] = StateKind(second, float(ratio.sqrt() if second else ratio), first[0].shape == values[0].shape)
     return kinds
 
 
+def _update(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...], larger: str = "") -> float:
+    """How far a step moves the first element of a parameter, where the first element of a state is ``larger``."""
+    before, after = _stepped(optimizer, group, shape, 1.0, True, last=1.0, larger=larger)[VALUE]
+    return float((after - before).flatten()[0].abs())
+
+
 @torch.random.fork_rng(devices=[])  # an optimizer may draw numbers
 def _stepped(
-    optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...], sign: float, alone: bool
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """The first of two small parameters, and its states, after two steps with a gradient and after one without. Each is
-    stepped ``alone``, as ``QuantizedStates`` does it, or both together."""
+    optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...], sign: float, alone: bool,
+    *, last: float = 0.0, larger: str = "",
+) -> dict[str, tuple[Tensor, Tensor]]:  # fmt: skip
+    """The first of two small parameters, and its states, after two steps with a gradient and after one without, or with
+    the ``last``. Each is stepped ``alone``, as ``QuantizedStates`` does it, or both together. ``larger``: a state whose
+    first element is made larger before the last step."""
     params = [nn.Parameter(torch.zeros(shape, dtype=torch.float32)) for _ in range(2)]
     trial, kind = type(optimizer).__new__(type(optimizer)), type(optimizer)
     own = {
@@ -90,11 +100,13 @@ def _stepped(
     options |= {key: value for key, value in PLAIN.items() if key in group}
     trial.state, found = defaultdict(dict), []
     groups = [{**options, "params": [p]} for p in params] if alone else [{**options, "params": params}]
-    for gradient in (sign, sign, 0.0):
+    for number, gradient in enumerate((sign, sign, last)):
         for factor, p in enumerate(params, 1):
             p.grad = torch.full_like(p, gradient * factor)
-            if gradient == 0 and "step" in trial.state[p]:  # a tensor or a number
+            if number == 2 and "step" in trial.state[p]:  # a tensor or a number
                 trial.state[p]["step"] += LATE
+            if number == 2 and larger:
+                trial.state[p][larger][(0,) * trial.state[p][larger].dim()] *= 4
         for one in groups:
             trial.param_groups = [one]
             trial.step()

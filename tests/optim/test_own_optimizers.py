@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Adadelta, Adafactor, Adagrad, AdamW, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim.lr_scheduler import StepLR
 
 from lpq.optim import QuantizedStates
@@ -187,3 +187,56 @@ def test_steps_that_are_counted_in_a_number_are_late_ones_too() -> None:
     with pytest.raises(OptionError, match="in a step would never fall in it"):
         QuantizedStates(Slower([_param()]), exp_avg_sq="mxfp4")
     QuantizedStates(Slower([_param()]), exp_avg_sq=SECOND)
+
+
+class Gains(Lion):
+    """Each element has a gain, as in Rprop: a positive state that multiplies the update."""
+
+    def one(self, p: Tensor, rate: float, state: Any) -> None:
+        assert p.grad is not None
+        gain = state.setdefault("gain", torch.ones_like(p))
+        gain.mul_(torch.where(p.grad < 0, 0.5, 1.1))
+        p.addcmul_(p.grad.sign(), gain, value=-rate)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (Gains, "gain"),
+        (lambda params: Rprop(params, lr=1e-3), "step_size"),
+        (lambda params: Adadelta(params, lr=1.0), "acc_delta"),
+    ],
+)
+@pytest.mark.parametrize("text", [SECOND, "nvfp4"])
+def test_a_positive_state_that_multiplies_the_update_is_not_raised(
+    make: Callable[[Any], Optimizer], name: str, text: str
+) -> None:
+    """It would make updates larger: beside a larger element of its block, by any factor. As a first moment it is at
+    most twice as large."""
+    p = nn.Parameter(torch.zeros(64, 128))
+    optimizer = QuantizedStates(make([p]), **{name: text})
+    assert not optimizer.forms[name].second
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    shares = torch.logspace(0, -8, 128)
+    state = optimizer.state[p].pop(name).dequantize() * 0 + shares
+    saved = {**optimizer.state_dict()["state"][0], name: state}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: saved}})
+    held = optimizer.state[p][name].dequantize()
+    assert bool((held <= 2 * shares).all())
+    assert bool((held[:, :8] > 0).all())
+
+
+def test_states_that_divide_are_second_moments_whatever_the_learning_rate() -> None:
+    """Also where a schedule begins at 0, and where a factor for all elements alike would change no update."""
+    p = nn.Parameter(torch.zeros(64, 128))
+    for optimizer, name in (
+        (AdamW([p], lr=0.0), "exp_avg_sq"),
+        (RAdam([p]), "exp_avg_sq"),
+        (Adafactor([p]), "col_var"),
+        (Adadelta([p]), "square_avg"),
+        (Adagrad([p]), "sum"),
+        (AdamW([p], amsgrad=True), "max_exp_avg_sq"),
+        (LateSecond([p]), "exp_avg_sq"),
+    ):
+        assert QuantizedStates(optimizer, **{name: SECOND}).forms[name].second, name
