@@ -19,6 +19,8 @@ PLAIN = {"foreach": None, "fused": None, "capturable": False, "differentiable": 
 """Options of how a step is computed, as they are for the small parameters."""
 VALUE = "the parameter"
 """The name of the parameter among its states."""
+LARGER = 1e4
+"""The factor by which an element of a state is made larger, to see what the next step makes of it."""
 LATE = 10_000
 """The steps after which it is seen how a second moment falls: some optimizers have it fall fast at first."""
 
@@ -33,6 +35,8 @@ class StateKind(NamedTuple):
     """The factor by which it falls in a step without a gradient; of a second moment the factor of its root."""
     like: bool
     """Whether it has the shape of its parameter."""
+    sums: bool
+    """Whether it is a second moment that adds up all steps, and rises however large it is."""
 
 
 def states_of(optimizer: Optimizer) -> dict[str, StateKind]:
@@ -64,18 +68,26 @@ def _tried(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) 
         raise TypeError(_together(optimizer, "takes other steps where parameters are stepped one by one"))
     values = up.pop(VALUE)
     kinds: dict[str, StateKind] = {}
+    *_, update = _enlarged(optimizer, group, shape, "")
     for name, first in up.items():
         second = all(bool((x >= 0).all()) and bool((x > 0).any()) for x in (first[0], down[name][0]))
-        second = second and _update(optimizer, group, shape, name) <= _update(optimizer, group, shape)
+        rises = False
+        if second:
+            rises, moved = _enlarged(optimizer, group, shape, name)
+            second = moved <= update
         ratio = (first[1] / first[0]).abs().nan_to_num(1.0).max()
-        kinds[name] = StateKind(second, float(ratio.sqrt() if second else ratio), first[0].shape == values[0].shape)
+        fall = float(ratio.sqrt() if second else ratio)
+        kinds[name] = StateKind(second, fall, first[0].shape == values[0].shape, second and rises and fall >= 1)
     return kinds
 
 
-def _update(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...], larger: str = "") -> float:
-    """How far a step moves the first element of a parameter, where the first element of a state is ``larger``."""
-    before, after = _stepped(optimizer, group, shape, 1.0, True, last=1.0, larger=larger)[VALUE]
-    return float((after - before).flatten()[0].abs())
+def _enlarged(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...], name: str) -> tuple[bool, float]:
+    """Whether the first element of a state rises in a step with a gradient though it was made larger before, and how
+    far the step moves the first element of the parameter. No name: no state is made larger."""
+    found = _stepped(optimizer, group, shape, 1.0, True, last=1.0, larger=name)
+    first = {key: [x.flatten()[0] for x in found[key]] for key in (name or VALUE, VALUE)}
+    rises = bool(first[name or VALUE][1] > LARGER * first[name or VALUE][0])
+    return rises, float((first[VALUE][1] - first[VALUE][0]).abs())
 
 
 @torch.random.fork_rng(devices=[])  # an optimizer may draw numbers
@@ -106,7 +118,7 @@ def _stepped(
             if number == 2 and "step" in trial.state[p]:  # a tensor or a number
                 trial.state[p]["step"] += LATE
             if number == 2 and larger:
-                trial.state[p][larger][(0,) * trial.state[p][larger].dim()] *= 4
+                trial.state[p][larger][(0,) * trial.state[p][larger].dim()] *= LARGER
         for one in groups:
             trial.param_groups = [one]
             trial.step()

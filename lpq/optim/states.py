@@ -378,6 +378,12 @@ def _forms(optimizer: Optimizer, formats: dict[str, str | Quantizer]) -> dict[st
             raise OptionError(f"QuantizedStates got a format for {name!r}, and {has}: {suggestion(name, kinds)}")
         quantizer: Quantizer = registry.quantizer(text).side("row")
         second = kinds[name].second
+        if kinds[name].sums:
+            raise OptionError(
+                f"QuantizedStates cannot store {name} of {kind} in a format: it adds up all steps, and beside a larger "
+                "element of its block it would soon be rounded back to what it was, so that updates would never become "
+                "smaller: leave it as it is"
+            )
         with torch.device("cpu"):
             safe = why_not(quantizer) or (least_kept(quantizer, kinds[name].fall) if second else None)
             if isinstance(safe, str):
