@@ -42,7 +42,8 @@ class Culprit:
     part: str
     """A product, as ``wgrad``, or an operand, as ``wgrad.dy``; empty: the whole layer."""
     moved: float
-    """How far that moves the gradients towards bf16's: 1 is all the way, 0 not at all."""
+    """How far that moves the gradients towards bf16's: 1 is all the way, 0 not at all. Where several layers each make
+    them infinite or NaN, with the others in bf16."""
     recipe: Recipe
     """The recipe of the layer with this part in bf16."""
 
@@ -73,6 +74,8 @@ class Culprits(Readable):
     gradient norm is not finite in bf16. None: it is not so."""
     had_before: bool = False
     """Whether ``before=`` was given."""
+    norm: float = math.nan
+    """The norm of the replay's gradients, before anything is in bf16."""
 
     def promote(self, model: nn.Module, *, until: int) -> None:
         """Have rules of the model's policy give the layers in ``found`` to bf16 before a step; see
@@ -186,6 +189,9 @@ def culprits(
         def moved(part: Parts) -> float:
             now = error.of(part)
             if math.isinf(start):
+                others = {layer: recipe for layer, recipe in whole.items() if layer not in part}
+                if math.isinf(now) and math.isinf(error.of(others)):  # others make them infinite, too
+                    now = error.of({**whole, **part})
                 return 1 / (1 + now)
             return 1 - now / start if start and math.isfinite(now) else 0.0
 
@@ -197,7 +203,7 @@ def culprits(
             for layer, _ in layers
             for part, how, recipe in _parts(layer, replay.layers[layer], moved)
         ]
-    return Culprits(tuple(layer_culprits), tuple(parts), start, loss, error.loss, same, off, before is not None)
+    return Culprits(tuple(layer_culprits), tuple(parts), start, loss, error.loss, same, off, before is not None, norm)
 
 
 def check_search(owner: str, course: object, *, most: object, least: object, replays: object) -> None:

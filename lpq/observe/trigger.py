@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,12 @@ from lpq.observe.culprits import Culprits, culprits
 from lpq.observe.replay import Before, Closure, kept_gradients
 
 ONCE = "Steps that stay off the course are not replayed again"
+CLOSE = 0.1
+"""The part by which a step and its replay may differ: a step that ran compiled rounds otherwise."""
+OTHERS = (
+    "the replay is of something else, as where the training adds terms to the loss that the model returns, or where "
+    "the machine erred in the step"
+)
 
 
 class Trigger:
@@ -38,6 +45,10 @@ class Trigger:
         with kept_gradients(model.parameters()):  # of clipped gradients no replay has the like
             result = self.found[step + 1] = culprits(model, closure, before=before, course=own, **self.options)
         words = f"step {step + 1}: {why}\n{result}\n{ONCE}"
+        pairs = [("loss", loss, result.loss), *([] if norm is None else [("gradient norm", norm, result.norm)])]
+        for name, ours, theirs in pairs:
+            if math.isfinite(ours) != math.isfinite(theirs) or abs(ours - theirs) > CLOSE * abs(ours):
+                words += f"\nThe {name} of the replay is {theirs:.4g}, and of the step {ours:.4g}: {OTHERS}"
         if self.promote and result.found:
             until = step + 1 + self.promote
             result.promote(model, until=until)

@@ -215,6 +215,24 @@ def test_a_loss_that_the_model_does_not_return_is_refused(tmp_path: Path) -> Non
         smooth.train()
 
 
+@pytest.mark.parametrize("added", [0.0, 100.0])
+def test_a_term_beside_the_loss_of_the_model_is_told(added: float, tmp_path: Path) -> None:
+    """No replay has it. Control: without it the replay has the numbers of the step."""
+
+    class Adds(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            output = model(**inputs)
+            loss = output.loss + added * output.logits.square().mean()
+            return (loss, output) if return_outputs else loss
+
+    done = trainer(converted(), tmp_path, LpqCallback(), CulpritsCallback(course=OffAt(2), most=1), cls=Adds)
+    with pytest.warns(UserWarning, match=r"(?s)step 3: planted.*not replayed again") as got:
+        done.train()
+    said = next(str(one.message) for one in got if "planted" in str(one.message))
+    assert ("The gradient norm of the replay is " in said) == bool(added)
+    assert ("training adds terms to the loss" in said) == bool(added)
+
+
 def test_a_course_that_is_loaded_takes_the_place_of_its_steps() -> None:
     saved, used = Course(), Course()
     for _ in range(12):

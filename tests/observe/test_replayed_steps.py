@@ -144,3 +144,32 @@ def test_a_gradient_of_nan_is_no_gradient_of_0() -> None:
     assert lpq.observe.culprits(net, closure).replays
     gradient[0, 0] = torch.nan
     assert lpq.observe.culprits(net, closure).replays is False
+
+
+class Siblings(nn.Module):
+    """Three layers with one input, of which a format may make NaN, and one behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.index_fill(1, torch.tensor([0]), torch.inf)
+        out: Tensor = self.out(self.q(x).tanh() * self.k(x).tanh() * self.v(x).tanh())
+        return out
+
+
+@pytest.mark.parametrize("planted", [("q",), ("q", "k"), ("q", "k", "v")], ids=len)
+def test_each_layer_that_makes_a_nan_is_found(planted: tuple[str, ...]) -> None:
+    """In bf16 the infinity becomes 1. No layer helps by itself where two make a NaN."""
+    torch.manual_seed(0)
+    exact = [{"match": name, "recipe": "bf16"} for name in "qkv" if name not in planted]
+    net = lpq.convert(Siblings(), {"rules": [*exact, {"match": "*", "recipe": "mxfp8"}]}, include="all")
+    for name in "qkv":
+        net.get_submodule(name).requires_grad_(False)
+    found = lpq.observe.culprits(net, closure_of(net, batch(0)), least=0.5)
+    assert {one.layer for one in found.found} == {*planted}
+    assert {one.part for one in found.parts if one.moved > 0.5} == {"fprop", "fprop.x"}
+    found.promote(net, until=3)
+    lpq.set_step(net, 1)
+    assert closure_of(net, batch(0))().isfinite()
