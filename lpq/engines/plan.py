@@ -233,4 +233,4 @@ def _elsewhere(side: Quantizer, schemes: Sequence[Scheme]) -> str:
     ]
     if layouts:
         return f"{has}. Export with layout={' or '.join(map(repr, layouts))}"
-    return f"{has}. No layout has a place for it: train with weights that one has a place for"
+    return f"{has}. Only layout='lpq' has a place for it: train with weights that another one has a place for"

@@ -122,7 +122,7 @@ def comparison(summary: Summary) -> list[tuple[str, ...]]:
     outcomes = summary.outcomes
     rows = [
         ("held-out loss (nats per byte)", *(f"{o.held_out_loss:.4f}" for o in outcomes)),
-        ("perplexity (per byte)", *(f"{o.perplexity:.3f}" for o in outcomes)),
+        ("perplexity (per byte)", *(f"{o.perplexity:.5g}" for o in outcomes)),
     ]
     if summary.gap is not None:
         other = () if summary.seed_distance is None else (f"{summary.seed_distance:+.2%}",)

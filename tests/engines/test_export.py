@@ -217,7 +217,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no layout": (
         "x=bf16, w=nvfp4(scaling=row), dy=bf16", {},
         r"q_proj\.weight is quantized as nvfp4\(scaling=row\), for which the layout 'compressed-tensors' has no place; "
-        r"it has one for: nvfp4\. No layout has a place for it: train with weights that one has a place for, or keep",
+        r"it has one for: nvfp4\. Only layout='lpq' has a place for it: train with weights that another one has a "
+        r"place for, or keep",
     ),
     "one": (
         {"rules": [{"match": "*up_proj", "recipe": tiny.FLOAT_SCALES}, {"match": "*", "recipe": "fp8-block"}]},
