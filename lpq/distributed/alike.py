@@ -24,6 +24,7 @@ from lpq.registry.warning import warn
 from lpq.tensor import QuantizedTensor
 from lpq.torch_private.collectives import all_reduce
 from lpq.torch_private.dispatch import modes
+from lpq.torch_private.styles import SHARED_OUT
 
 OFTEN = 1.0
 """Seconds between two looks whether another rank has changed a recipe."""
@@ -235,6 +236,8 @@ _NEWS = "this rank waits to compare a layer or an input that is new with the oth
 def check_part(module: nn.Module, how: str, mesh: DeviceMesh) -> None:
     """Raise on all ranks of a mesh that is about to shard a part of a model, unless they have the same part, and shard
     it in the same way: torch would send tensors that not all ranks have, or join parts that do not fit."""
+    if hasattr(module, SHARED_OUT):
+        raise ValueError(f"{getattr(module, 'title', type(module).__name__)}: it has a style already: give it only one")
     if mesh.ndim != 1 or mesh.size() == 1 or modes():  # as where all tensors are fake
         return
     agree(description(module, how).split("\n"), mesh)

@@ -9,6 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import parallel
 from torch.distributed.tensor.parallel import ParallelStyle
 
+SHARED_OUT = "_distribute_module_applied"
+"""An attribute of modules that a style for layers has shared out, which torch does once."""
+
 
 class LayerStyle(ParallelStyle):
     """Comes before one of torch's styles for layers, and lays out their inputs by ``lay_out``."""

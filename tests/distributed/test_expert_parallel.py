@@ -425,10 +425,9 @@ def test_what_ranks_cannot_share_out_is_refused(rank: int) -> None:
         parallelize_module(prepared, mesh, ExpertParallel())
     shared = parallelize_module(Experts("mxfp8"), mesh, ExpertParallel())
     sharded = fully_shard(Experts("mxfp8"), mesh=mesh)
-    for experts, before in ((shared, shared.dispatched), (sharded, None)):
-        with pytest.raises(
-            ValueError, match=r"up\.weight of \w*Experts is sharded already: apply it once, before fully"
-        ):
+    words = r"up\.weight of \w*Experts is sharded already: apply it once, before fully"
+    for experts, before, told in ((shared, shared.dispatched, "it has a style already"), (sharded, None, words)):
+        with pytest.raises(ValueError, match=told):
             parallelize_module(experts, mesh, ExpertParallel())
         assert vars(experts).get("dispatched") is before
     with pytest.raises(ValueError, match="dispatch='quantized': choose from encoded, high_precision"):

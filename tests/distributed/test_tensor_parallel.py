@@ -276,6 +276,16 @@ def test_what_cannot_be_shared_out_is_refused_by_the_name_of_the_layer(rank: int
     pairs[0].weight = nn.Parameter(pieces)
     with pytest.raises(ValueError, match=r"layer 0, .*: its weight lies .* as _StridedShard\(dim=0, sf=2\), "):
         pairs(x)
+    twice, rest = _layers("mxfp8", 64, 64, 64, _0=COLUMNS), "it has a style already: give it only one"
+    layouts, expected = twice[0].layouts, twice[0](x)
+    for style in (COLUMNS, ROWS, tp.SequenceParallel()):
+        with pytest.raises(ValueError, match=rf"^layer 0, lpq\.nn\.Linear\(64, 64\): {rest}"):
+            parallelize_module(twice, mesh_of(), {"0": style})
+        assert twice[0].layouts is layouts, "the ones of a style that is refused were taken"
+        assert torch.equal(twice[0](x), expected)
+    norm = parallelize_module(nn.LayerNorm(64), mesh_of(), tp.SequenceParallel())
+    with pytest.raises(ValueError, match=f"^LayerNorm: {rest}"):
+        parallelize_module(norm, mesh_of(), tp.SequenceParallel())
     static = _layers("x=fp8(static=true), w=fp8, dy=fp8", 64, 64, _0=COLUMNS)
     for value, refused in ((0.0, True), (2.0, False)):
         static[0].x_amax.fill_(value)

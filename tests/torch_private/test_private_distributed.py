@@ -171,6 +171,10 @@ def test_styles_lay_out_inputs(rank: int) -> None:
     nn.init.ones_(plain.weight)
     twice = parallel.parallelize_module(plain, mesh, Doubled(input_layouts=Shard(0)))
     assert twice(mine).tolist() == [[8.0], [16.0]]
+    assert hasattr(twice, styles.SHARED_OUT)
+    assert not hasattr(nn.Linear(4, 2), styles.SHARED_OUT)
+    with pytest.raises(RuntimeError, match="once"):
+        parallel.parallelize_module(twice, mesh, parallel.ColwiseParallel())
     style = Halved(input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_output=True)
     half = parallel.parallelize_module(nn.Identity(), mesh, style)
     assert half(mine).tolist() == [[0.5] * 4, [1.0] * 4]
