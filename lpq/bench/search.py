@@ -27,12 +27,12 @@ from lpq.bench.searched_layers import Rows, StackShape, searched_layers
 from lpq.files.outputs import writable
 from lpq.nn.conversion import convert
 from lpq.nn.conversion_plan import rule_names
-from lpq.nn.first_argument import check_model
+from lpq.nn.first_argument import check_model, check_whole
 from lpq.nn.observing import observing
 from lpq.nn.restoring import restore
 from lpq.nn.stateful_layer import StatefulLayer, stateful_layers
 from lpq.observe.gradient_error import GradientError, OverRanks, Parts
-from lpq.observe.readings import NumericsError, check_forgets, check_whole, is_number
+from lpq.observe.readings import NumericsError, check_forgets, is_number
 from lpq.observe.replay import Before, Closure, Replay
 from lpq.observe.sharing import inside_of_replicas
 from lpq.observe.sums import ITSELF
@@ -188,7 +188,7 @@ def search(
     """
     check_model(model)
     every = _batches(closures)
-    check_whole("search", 1, tokens=tokens)
+    check_whole("search", 1, NumericsError, tokens=tokens)
     if seconds is not None and not callable(seconds):
         raise OptionError(f"search: seconds = {brief(seconds)}: it is a function of a layer's name and a recipe")
     by_text = recipes_by_name(recipes)

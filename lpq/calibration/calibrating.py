@@ -25,7 +25,7 @@ from lpq.calibration.targets import Target, forgotten, searches, targets
 from lpq.checkpoint.model import Model, is_shared
 from lpq.engines.siblings import FUSED, fused
 from lpq.files.disk import place
-from lpq.nn.first_argument import check_choices
+from lpq.nn.first_argument import check_choices, check_whole
 from lpq.nn.stateful_layer import stateful_layers
 from lpq.registry.showing import Readable, number
 from lpq.registry.warning import warn
@@ -253,9 +253,7 @@ def _bar(samples: int, title: str, *, visible: bool) -> Iterator[Callable[[int],
 def _check(method: str, samples: int, percentile: float, unseen: str, every: int, batches: object) -> None:
     check_choices(get_args(Method), CalibrationError, method=method)
     check_choices(get_args(Unseen), CalibrationError, unseen=unseen)
-    for name, value in (("samples", samples), ("every", every)):
-        if type(value) is not int or value < 1:
-            raise CalibrationError(f"{name}={value!r}: it is a whole number from 1 on")
+    check_whole("calibrate", 1, CalibrationError, samples=samples, every=every)
     if isinstance(percentile, bool) or not isinstance(percentile, int | float) or not 50 <= percentile <= 100:
         raise CalibrationError(f"percentile={percentile!r}: it is a number from 50 to 100, such as 99.9")
     if not isinstance(batches, Iterable):

@@ -26,6 +26,7 @@ from lpq.checkpoint.writing import CheckpointWriter
 from lpq.files.claim import Claim
 from lpq.files.disk import PARTIAL, place, resolved
 from lpq.files.manifest import DESCRIPTION, EXTRA, is_ours
+from lpq.nn.first_argument import check_whole
 from lpq.registry.warning import warn
 from lpq.torch_private.distributed import device_types
 
@@ -124,8 +125,7 @@ def _agreed(
 
 def _target(directory: Path, step: int | None, keep: int | None) -> Path:
     """The path that the checkpoint will have."""
-    if step is not None and (type(step) is not int or step < 0):
-        raise CheckpointError(f"a step is a whole number from 0 on, not {step!r}")
+    check_whole("save", 0, CheckpointError, step=0 if step is None else step)
     if keep is not None and (step is None or type(keep) is not int or keep < 1):
         raise CheckpointError(f"keep={keep!r}: it is how many checkpoints of a run stay, at least 1, and needs step=")
     return directory / step_name(step) if step is not None else directory

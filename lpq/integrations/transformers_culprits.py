@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lpq.nn import set_step
+from lpq.nn.first_argument import check_whole
 from lpq.observe import Before, Course, Culprits
 from lpq.observe.culprits import check_search
-from lpq.observe.readings import NumericsError, check_whole
+from lpq.observe.readings import NumericsError
 from lpq.observe.replay import gradient_norm
 from lpq.observe.trigger import Trigger
 from lpq.registry.warning import warn
@@ -50,7 +51,7 @@ class _Culprits:
     ) -> None:
         """``promote``: for how many steps the culprits are in bf16 then, by rules of the policy that ``LpqCallback``
         follows and keeps; 0: they stay. The others are as in ``lpq.observe.culprits``."""
-        check_whole(NAME, 0, promote=promote)
+        check_whole(NAME, 0, NumericsError, promote=promote)
         check_search(NAME, course, most=most, least=least, replays=replays)
         self._args = {"promote": promote, "most": most, "least": least, "replays": replays}
         self.has_course = self._got_course = course is not None

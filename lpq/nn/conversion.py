@@ -15,7 +15,7 @@ from lpq.nn.called import READ, UNCALLED, read_past, uncalled
 from lpq.nn.conversion_plan import BECAME, TAKEN, Change, ConversionPlan, changes_of, check_layers
 from lpq.nn.converted_model import ConvertedModel
 from lpq.nn.coverage import coverage, matrices
-from lpq.nn.first_argument import Model, check_choices, check_flags, check_model
+from lpq.nn.first_argument import Model, check_choices, check_flags, check_model, check_whole
 from lpq.nn.fused_blocks import fuse as fuse_blocks
 from lpq.nn.fused_blocks import is_converted
 from lpq.nn.fused_blocks import notes as fusion_notes
@@ -111,7 +111,7 @@ def convert(
     if weights is not None and any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules()):
         raise ValueError(f"weights={weights!r} replaces what DistributedDataParallel reduces: convert before it")
     if steps not in (None, "later"):
-        check_length(steps)
+        check_whole("convert", 1, steps=steps)
     original = recipes.policy(policy, include=include)
     plan = ConversionPlan.of(model, original, steps)
     policy = plan.policy
@@ -175,11 +175,6 @@ def _inner_of(module: nn.Module) -> nn.Module | None:
     else:
         inner = inside_of(module)
     return inner if isinstance(inner, nn.Module) and inner is not module else None
-
-
-def check_length(steps: object) -> None:
-    if type(steps) is not int or steps < 1:
-        raise ValueError(f"steps={steps!r}: it is the length of the run in steps, from 1 on")
 
 
 def _apply(model: nn.Module, plan: ConversionPlan, changes: Iterable[Change]) -> nn.Module:

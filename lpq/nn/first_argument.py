@@ -1,4 +1,4 @@
-"""Arguments that many public functions take: the model, which is the first one, and options of a few values."""
+"""Arguments that many public functions take: the model, which is the first one, and plain options."""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ def check_flags(owner: str, error: type[Exception] = TypeError, /, **given: obje
     for name, value in given.items():
         if not isinstance(value, bool):
             raise error(f"{owner}: {name}={brief(value)}: it is True or False")
+
+
+def check_whole(owner: str, least: int, error: type[Exception] = ValueError, /, **given: object) -> None:
+    """Refuse values that are no whole numbers from ``least`` on, each by the name of its argument."""
+    for name, value in given.items():
+        if type(value) is not int or value < least:
+            raise error(f"{owner}: {name}={brief(value)}: it is a whole number from {least} on")
 
 
 def check_choices(choices: Collection[object], error: type[Exception] = ValueError, /, **given: object) -> None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from lpq.nn.conversion import RECORD, Conversion, check_length, conversions, recorded
+from lpq.nn.conversion import RECORD, Conversion, conversions, recorded
 from lpq.nn.conversion_plan import check_layers, rule_names
-from lpq.nn.first_argument import check_model
+from lpq.nn.first_argument import check_model, check_whole
 from lpq.nn.sharded_weights import check_weights
 from lpq.nn.stages import Stages, last_change
 from lpq.nn.stateful_layer import StatefulLayer, give_recipes
@@ -27,8 +27,7 @@ def set_step(model: nn.Module, step: int) -> None:
         step: The number of the step that begins, from 0 on. A step beyond the length of the run is refused.
     """
     check_model(model)
-    if type(step) is not int or step < 0:
-        raise ValueError(f"set_step: a step is a whole number from 0 on, not {step!r}")
+    check_whole("set_step", 0, step=step)
     lengths = [c.steps for c in conversions(model).values() if isinstance(c.steps, int)]
     if lengths and step > min(lengths):
         raise ValueError(
@@ -56,7 +55,7 @@ def replan(model: nn.Module, *, steps: int) -> None:
         steps: The length of the run.
     """
     conversions(model)
-    check_length(steps)
+    check_whole("replan", 1, steps=steps)
     _take(model, {layer: layer.schedule.replan(steps) for layer in _scheduled(model) if layer.schedule is not None})
     for _, module, conversion in recorded(model):
         every = [alias for aliases in rule_names(module, conversion.within).values() for alias in aliases]

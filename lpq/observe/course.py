@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from lpq.observe.readings import NumericsError, check_number, check_whole, is_number
+from lpq.nn.first_argument import check_whole
+from lpq.observe.readings import NumericsError, check_number, is_number
 from lpq.registry.showing import brief
 
 
@@ -28,7 +29,7 @@ class Course:
             norm: A gradient norm is off if it is more than ``norm`` times the median.
             least: The number of steps before which only NaN and infinity are off.
         """
-        check_whole("Course", 2, window=window, least=least)
+        check_whole("Course", 2, NumericsError, window=window, least=least)
         check_number("Course", math.inf, loss=loss, norm=norm)
         if least > window:
             raise NumericsError(

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from lpq import recipes
-from lpq.nn.first_argument import check_model
+from lpq.nn.first_argument import check_model, check_whole
 from lpq.nn.names import plain_name
 from lpq.nn.stateful_layer import StatefulLayer, stateful_layers
 from lpq.nn.stepping import promote
 from lpq.observe.course import Course
 from lpq.observe.gradient_error import GradientError, OverRanks, Parts
-from lpq.observe.readings import NumericsError, check_number, check_whole
+from lpq.observe.readings import NumericsError, check_number
 from lpq.observe.replay import Before, Closure, Replay, apart, gradient_norm
 from lpq.observe.sharing import inside_of_replicas
 from lpq.observe.sums import ITSELF
@@ -81,7 +81,7 @@ class Culprits(Readable):
         """Have rules of the model's policy give the layers in ``found`` to bf16 before a step; see
         ``lpq.nn.stepping.promote``. The loop calls ``lpq.set_step`` in each step."""
         check_model(model)
-        check_whole("promote", 1, until=until)
+        check_whole("promote", 1, NumericsError, until=until)
         layers = stateful_layers(inside_of_replicas(model))
         for one in self.found:
             if one.layer not in layers:
@@ -210,7 +210,7 @@ def check_search(owner: str, course: object, *, most: object, least: object, rep
     """Refuse what ``culprits`` does not take; ``owner`` names what got it."""
     if not isinstance(course, Course | None):
         raise NumericsError(f"{owner}: course={brief(course)}: it is an lpq.observe.Course, or None")
-    check_whole(owner, 1, most=most, replays=replays)
+    check_whole(owner, 1, NumericsError, most=most, replays=replays)
     check_number(owner, 1.0, least=least)
 
 

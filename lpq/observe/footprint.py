@@ -20,8 +20,8 @@ from lpq.distributed.shardability import operand_bytes, sent_bytes, why_not, why
 from lpq.formats import Quantizer
 from lpq.formats.sections import is_stack
 from lpq.nn import Layer
-from lpq.nn.first_argument import check_model
-from lpq.observe.readings import check_whole
+from lpq.nn.first_argument import check_model, check_whole
+from lpq.observe.readings import NumericsError
 from lpq.operations.derived_operands import derives_col
 from lpq.optim import QuantizedStates
 from lpq.optim.adamw import FIRST, SECOND
@@ -99,7 +99,7 @@ def memory(
             named stays in high precision.
     """
     check_model(model)
-    check_whole("memory", 1, ranks=1 if ranks is None else ranks)
+    check_whole("memory", 1, NumericsError, ranks=1 if ranks is None else ranks)
     if not isinstance(param_dtype, torch.dtype | None):
         raise TypeError(f"memory: param_dtype={param_dtype!r}: it is a dtype, such as torch.bfloat16, or None")
     if not isinstance(moments, Mapping | None):

@@ -24,14 +24,14 @@ from lpq.distributed.ranks import Ranks
 from lpq.formats.format import DIRECTIONS, Direction, Quantizer
 from lpq.nn.conversion_plan import names_of
 from lpq.nn.expert_stacks import expert_stacks
-from lpq.nn.first_argument import check_model
+from lpq.nn.first_argument import check_model, check_whole
 from lpq.nn.linear import Layer
 from lpq.nn.names import plain_name
 from lpq.nn.observing import observing
 from lpq.nn.plan import Plan
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.observe.operands import SomeRows, some_rows
-from lpq.observe.readings import NumericsError, Readings, check_forgets, check_whole
+from lpq.observe.readings import NumericsError, Readings, check_forgets
 from lpq.observe.replays import Replays
 from lpq.observe.shards import shards
 from lpq.observe.sharing import device_of, inside_of_replicas, is_shared, refuse_inside
@@ -104,8 +104,8 @@ def numerics(
             the model.
     """
     check_model(model)
-    check_whole("numerics", 1, every=every, rows=rows)
-    check_whole("numerics", 0, step=step)
+    check_whole("numerics", 1, NumericsError, every=every, rows=rows)
+    check_whole("numerics", 0, NumericsError, step=step)
     patterns = [layers] if isinstance(layers, str) else [*layers] if isinstance(layers, Sequence) else []
     if not patterns or not all(isinstance(one, str) for one in patterns):
         raise NumericsError(

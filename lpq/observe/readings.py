@@ -14,6 +14,7 @@ from lpq.files.disk import json_of
 from lpq.files.errors import FileError
 from lpq.files.outputs import writable
 from lpq.files.typed import typed
+from lpq.nn.first_argument import check_whole
 from lpq.observe.sums import Reading, noise_order
 from lpq.recipes import Recipe
 from lpq.registry.errors import LpqError, OptionError
@@ -23,13 +24,6 @@ from lpq.registry.showing import Readable, brief
 class NumericsError(LpqError, ValueError):
     """A model or an option that cannot be watched, a file of statistics that cannot be read, or a tool that is not
     there."""
-
-
-def check_whole(owner: str, least: int, /, **given: object) -> None:
-    """Refuse values that are no whole numbers from ``least`` on, each by the name of its argument."""
-    for name, value in given.items():
-        if type(value) is not int or value < least:
-            raise NumericsError(f"{owner}: {name}={brief(value)}: it is a whole number from {least} on")
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -113,7 +107,7 @@ class Readings(Readable):
         from lpq.observe.table import table
 
         if most is not None:
-            check_whole("table", 0, most=most)
+            check_whole("table", 0, NumericsError, most=most)
         return table(self.worst(), most or None)
 
     def write(self, path: str | Path) -> None:

@@ -135,9 +135,12 @@ def _bad_arguments_of_one_rank(rank: int, folder: Path) -> None:
     bad = rank == 1
     path: Any = 3 if bad else folder / "net"
     for function, words in (
-        (lambda: checkpoint.save(net, folder, step=-1 if bad else 1), "rank 1: a step is a whole number"),
+        (lambda: checkpoint.save(net, folder, step=-1 if bad else 1), "rank 1: save: step=-1: it is a whole number"),
         (lambda: checkpoint.save(net, folder, step=1, keep=0 if bad else 1), "rank 1: keep=0: it is how many"),
-        (lambda: checkpoint.save_async(net, folder, step="1" if bad else 1), "rank 1: a step is a whole number"),
+        (
+            lambda: checkpoint.save_async(net, folder, step="1" if bad else 1),
+            "rank 1: save: step='1': it is a whole number",
+        ),
         (lambda: checkpoint.save(net, path), "rank 1: directory must be str or Path, got int"),
         (lambda: checkpoint.load(net, path), "rank 1: path must be str or Path, got int"),
         (lambda: checkpoint.info(path, process_group=dist.group.WORLD), "rank 1: path must be str or Path, got int"),
@@ -146,7 +149,7 @@ def _bad_arguments_of_one_rank(rank: int, folder: Path) -> None:
         (lambda: checkpoint.save(3 if bad else net, folder / "y"), "rank 1: model must be a torch.nn.Module, got int"),
         (lambda: lpq.export(layers, path), "rank 1: path must be str or Path, got int"),
         (lambda: lpq.export(3 if bad else layers, folder / "x"), "rank 1: model must be a torch.nn.Module or the dir"),
-        (lambda: lpq.calibrate(layers, batches, samples=0 if bad else 1), "rank 1: samples=0: it is a whole"),
+        (lambda: lpq.calibrate(layers, batches, samples=0 if bad else 1), "rank 1: calibrate: samples=0: it is"),
         (lambda: lpq.calibrate(layers, batches, state=path), "rank 1: state must be str or Path, got int"),
         (lambda: lpq.calibrate(layers, batches, siblings=[("a", "b")] if bad else [("0", "1")]), r"rank 1: siblings"),
     ):
