@@ -126,15 +126,21 @@ def planned(
     own_layout = layout_named(layout)
     quantized = {entry.layer.name for entry in entries if entry.layer is not None}
     _check_names(quantized, input_amax, leave)
-    assigned = [_assigned(entry, layout, input_amax, leave) for entry in entries]
-    places: dict[tuple[int, str | None], tuple[Scheme, Inputs | None, list[str]]] = {}
+    places = [_assigned(entry, layout, input_amax, leave) for entry in entries]
+    unfit = {e.layer.name: p for e, p in zip(entries, places, strict=True) if e.layer and isinstance(p, str)}
+    if unfit:
+        which = "the layer" if len(unfit) == 1 else f"all {len(unfit)} layers without a place"
+        names = listed([repr(exactly(name)) for name in unfit], most=50)
+        raise CheckpointError(f"{next(iter(unfit.values()))}, or keep {which} in high precision, leave=[{names}]")
+    assigned = [place for place in places if isinstance(place, Assigned)]
+    by_scheme: dict[tuple[int, str | None], tuple[Scheme, Inputs | None, list[str]]] = {}
     for tensor in assigned:
         if tensor.scheme is not None:
             key = id(tensor.scheme), tensor.inputs.quantizer if tensor.inputs is not None else None
-            places.setdefault(key, (tensor.scheme, tensor.inputs, []))[2].append(tensor.layer)
-    if not places:
+            by_scheme.setdefault(key, (tensor.scheme, tensor.inputs, []))[2].append(tensor.layer)
+    if not by_scheme:
         raise CheckpointError("no layer has a quantized weight of [out, in]: convert the model first, lpq.convert")
-    groups = tuple(Group(scheme, inputs, tuple(layers)) for scheme, inputs, layers in places.values())
+    groups = tuple(Group(scheme, inputs, tuple(layers)) for scheme, inputs, layers in by_scheme.values())
     apart = [t.layer for t in assigned if t.entry.layer is not None and t.scheme is None]
     left = tuple(dict.fromkeys([*linear({layer for group in groups for layer in group.layers}), *apart]))
     check_alike(groups, left, siblings)
@@ -186,27 +192,22 @@ def _check_names(layers: set[str], input_amax: Mapping[str, Tensor | float] | No
 
 def _assigned(
     entry: FileEntry, layout: str, input_amax: Mapping[str, Tensor | float] | None, leave: Sequence[str]
-) -> Assigned:
+) -> Assigned | str:
+    """The place of a tensor; or why the layout has none for it, in words that begin a sentence."""
     layer = entry.layer
     if layer is None or any(fnmatchcase(layer.name, pattern) for pattern in leave):
         return Assigned(entry)
     schemes = schemes_for(entry.side, layout)
     scheme = next((scheme for scheme in schemes if scheme.serves(entry.side)), None)
-    keep = f"keep the layer in high precision, leave=[{exactly(layer.name)!r}]"
+    quantized = f"{entry.name} is quantized as {entry.side}"
     if scheme is None:
-        raise CheckpointError(
-            f"{entry.name} is quantized as {entry.side}, for which the layout {layout!r} has no place"
-            f"{_elsewhere(entry.side, schemes)}, or {keep}"
-        )
+        return f"{quantized}, for which the layout {layout!r} has no place{_elsewhere(entry.side, schemes)}"
     if scheme.unwritten is not None:
-        raise CheckpointError(
-            f"{entry.name} is quantized as {entry.side}, and lpq writes no {scheme.title} in the layout {layout!r}: "
-            f"{scheme.unwritten}; or {keep}"
-        )
+        return f"{quantized}, and lpq writes no {scheme.title} in the layout {layout!r}: {scheme.unwritten}"
     check_fixed(entry)
     rows, cols = entry.shape
     if (reason := scheme.why_not(rows, cols)) is not None:
-        raise CheckpointError(f"{entry.name} is {rows}x{cols}, and {reason} in the layout {layout!r}: {keep}")
+        return f"{entry.name} is {rows}x{cols}, and {reason} in the layout {layout!r}: give it no recipe"
     x = layer.x.side("row") if layer.x is not None else None
     given = layer.known_amax() if input_amax is None else input_amax.get(layer.name)
     amax = None if given is None else torch.as_tensor(given, dtype=torch.float32).detach().cpu().reshape(())
