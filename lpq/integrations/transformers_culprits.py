@@ -74,6 +74,7 @@ class _Culprits:
                 "restore_callback_states_from_checkpoint=True cannot make again: leave that out, and give course= as "
                 "before"
             )
+        self._trigger.check(model)
         if record is not None:
             self._trigger.course.load_state_dict(record["attributes"]["saved_course"])
         state.stateful_callbacks.setdefault(NAME, self.state())  # absent if the checkpoint was saved without it

@@ -89,11 +89,7 @@ class Culprits(Readable):
                     f"promote: {type(model).__name__} has no layer {one.layer!r}, which was found: give the model "
                     "whose step was replayed"
                 )
-            if layers[one.layer].static_values():
-                raise NumericsError(
-                    f"promote: {layers[one.layer].title} has static scales, which it would not have any more at step "
-                    f"{until}: leave it in bf16, or calibrate the model again by lpq.calibrate"
-                )
+            refuse_static(layers[one.layer], f"at step {until}")
             stages = layers[one.layer].model.stages
             if stages is not None and stages.was_set and until <= stages.step:
                 raise NumericsError(
@@ -204,6 +200,15 @@ def culprits(
             for part, how, recipe in _parts(layer, replay.layers[layer], moved)
         ]
     return Culprits(tuple(layer_culprits), tuple(parts), start, loss, error.loss, same, off, before is not None, norm)
+
+
+def refuse_static(layer: StatefulLayer, then: str) -> None:
+    """Raise an error for a layer that no promotion may end for. ``then``: when it would."""
+    if layer.static_values():
+        raise NumericsError(
+            f"promote: {layer.title} has static scales, which it would not have any more {then}: leave it in bf16, or "
+            "calibrate the model again by lpq.calibrate"
+        )
 
 
 def check_search(owner: str, course: object, *, most: object, least: object, replays: object) -> None:

@@ -101,7 +101,8 @@ class Before:
         had = set[tuple[nn.Module, str]]()
         for module, name, buffer, value in self._buffers:
             if isinstance(now := getattr(module, name, None), Tensor) and now.shape == buffer.shape:
-                setattr(module, name, buffer)
+                if now is not buffer:
+                    setattr(module, name, buffer)
                 local_part(buffer).copy_(value)
                 had.add((module, name))
         values = {(module, name): value for module, name, _, value in self._buffers}

@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from lpq.nn.conversion import conversions
+from lpq.nn.stateful_layer import stateful_layers
 from lpq.observe.course import Course
-from lpq.observe.culprits import Culprits, culprits
+from lpq.observe.culprits import Culprits, culprits, refuse_static
 from lpq.observe.replay import Before, Closure, kept_gradients
 
 ONCE = "Steps that stay off the course are not replayed again"
@@ -32,6 +34,13 @@ class Trigger:
         do: the first is step 1."""
         self.promoted: list[tuple[int, dict[str, str]]] = []
         """The promotions so far: the step before which each holds, and the recipes of layers."""
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse, where a run begins, a model whose culprits could not be promoted when they are found."""
+        if self.promote:
+            conversions(model)
+            for layer in stateful_layers(model).values():
+                refuse_static(layer, "behind a promotion")
 
     def look(
         self, model: nn.Module, step: int, loss: float, norm: float | None, closure: Closure, before: Before | None

@@ -22,6 +22,8 @@ from lpq.observe import Course, NumericsError
 
 pytestmark = pytest.mark.slow
 
+STATIC = "x=fp8(static=True), w=fp8, dy=fp8(dtype=e5m2)"
+
 
 class OffAt(Course):
     """A course that is left in one step."""
@@ -231,6 +233,20 @@ def test_a_term_beside_the_loss_of_the_model_is_told(added: float, tmp_path: Pat
     said = next(str(one.message) for one in got if "planted" in str(one.message))
     assert ("The gradient norm of the replay is " in said) == bool(added)
     assert ("training adds terms to the loss" in said) == bool(added)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    [(STATIC, r"has static scales, which it would not have any more behind a promotion"), (None, "was not converted")],
+    ids=["static", "plain"],
+)
+def test_layers_that_cannot_be_promoted_are_refused_where_the_run_begins(recipe: Any, says: str) -> None:
+    """Not in the step that makes the run promote them. Without ``promote`` they are replayed."""
+    net, state = llama.llama() if recipe is None else converted(recipe), SimpleNamespace(stateful_callbacks={})
+    state.global_step = 0
+    CulpritsCallback().on_train_begin(None, state, None, net)
+    with pytest.raises(ValueError, match=says):
+        CulpritsCallback(promote=2).on_train_begin(None, state, None, net)
 
 
 def test_a_course_that_is_loaded_takes_the_place_of_its_steps() -> None:
