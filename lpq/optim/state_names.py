@@ -83,11 +83,11 @@ def _tried(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) 
 
 def _enlarged(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...], name: str) -> tuple[bool, float]:
     """Whether the first element of a state rises in a step with a gradient though it was made larger before, and how
-    far the step moves the first element of the parameter. No name: no state is made larger."""
+    far the step moves the first element of a parameter of zeros. No name: no state is made larger."""
     found = _stepped(optimizer, group, shape, 1.0, True, last=1.0, larger=name)
     first = {key: [x.flatten()[0] for x in found[key]] for key in (name or VALUE, VALUE)}
     rises = bool(first[name or VALUE][1] > LARGER * first[name or VALUE][0])
-    return rises, float((first[VALUE][1] - first[VALUE][0]).abs())
+    return rises, float(first[VALUE][1].abs())
 
 
 @torch.random.fork_rng(devices=[])  # an optimizer may draw numbers
@@ -96,8 +96,8 @@ def _stepped(
     *, last: float = 0.0, larger: str = "",
 ) -> dict[str, tuple[Tensor, Tensor]]:  # fmt: skip
     """The first of two small parameters, and its states, after two steps with a gradient and after one without, or with
-    the ``last``. Each is stepped ``alone``, as ``QuantizedStates`` does it, or both together. ``larger``: a state whose
-    first element is made larger before the last step."""
+    the ``last``, from zeros, which no weight decay moves. Each is stepped ``alone``, as ``QuantizedStates`` does it, or
+    both together. ``larger``: a state whose first element is made larger before the last step."""
     params = [nn.Parameter(torch.zeros(shape, dtype=torch.float32)) for _ in range(2)]
     trial, kind = type(optimizer).__new__(type(optimizer)), type(optimizer)
     own = {
@@ -117,6 +117,8 @@ def _stepped(
             p.grad = torch.full_like(p, gradient * factor)
             if number == 2 and "step" in trial.state[p]:  # a tensor or a number
                 trial.state[p]["step"] += LATE
+            if number == 2 and last:
+                p.detach().zero_()
             if number == 2 and larger:
                 trial.state[p][larger][(0,) * trial.state[p][larger].dim()] *= LARGER
         for one in groups:

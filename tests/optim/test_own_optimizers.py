@@ -228,10 +228,12 @@ def test_a_positive_state_that_multiplies_the_update_is_not_raised(
 
 
 def test_states_that_divide_are_second_moments_whatever_the_learning_rate() -> None:
-    """Also where a schedule begins at 0, and where a factor for all elements alike would change no update."""
+    """Also where a schedule begins at 0, where a factor for all elements alike would change no update, and where weight
+    decay moves a weight further than the update does, as by the whole learning rate of a schedule of factors."""
     p = nn.Parameter(torch.zeros(64, 128))
     for optimizer, name in (
         (AdamW([p], lr=0.0), "exp_avg_sq"),
+        (AdamW([p], lr=1.0, weight_decay=0.1, betas=(0.98, 0.98)), "exp_avg_sq"),
         (RAdam([p]), "exp_avg_sq"),
         (Adafactor([p]), "col_var"),
         (Adadelta([p]), "square_avg"),
