@@ -257,3 +257,21 @@ def test_a_sum_of_all_steps_is_refused() -> None:
     exact = 1 - 0.999**200
     root = kept.state[p]["max_exp_avg_sq_root"].dequantize()[:, 1:]
     assert bool((root.square() > 0.87 * exact).all())
+
+
+def test_groups_with_the_same_options_are_tried_once() -> None:
+    """Some make a group of each parameter. Control: another option is another trial."""
+    steps: list[int] = []
+
+    class Counted(Lion):
+        def one(self, p: Tensor, rate: float, state: Any) -> None:
+            steps.append(1)
+            super().one(p, rate, state)
+
+    def tried(*rates: float) -> int:
+        steps.clear()
+        QuantizedStates(Counted([{"params": [_param()], "lr": rate} for rate in rates]), exp_avg="mxfp8")
+        return len(steps)
+
+    assert tried(1e-3) == tried(*[1e-3] * 20) > 0
+    assert tried(1e-3, 1e-4) == 2 * tried(1e-3)
