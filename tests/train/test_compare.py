@@ -384,7 +384,7 @@ def test_a_recipe_that_trained_as_the_baseline_does_is_told(
     small: Make, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in files of earlier versions, which trained policies that convert no layer. One other loss suffices."""
-    monkeypatch.setattr(loop, "policy_of", lambda config: None)
+    monkeypatch.setattr(loop, "policy_of", lambda config: loop.lpq.policy(config.policy))
     found = compare.run(small("nvfp4-pretrain", "mxfp8"), console)
     rows = {row.title: row for row in gaps.gaps(found)}
     assert [row.identical for row in (rows[BASELINE], rows["mxfp8"])] == [False, False]

@@ -1,4 +1,4 @@
-"""What a comparison trains on, and by, is what it was when it began: each training reads both once more."""
+"""A comparison trains on, and by, what was there when it began; what no training can begin by is refused before it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support.commands import Command
 
 from lpq.train import TrainError, compare
 from lpq.train.compare_config import CompareConfig, training
@@ -39,3 +40,12 @@ def test_a_training_refuses_what_changed_after_the_comparison_began(
     assert not (tmp_path / "out" / "mine-seed0.json").exists()
     changed.write_text(whole)
     assert len(compare.run(config, console)) == 2
+
+
+@pytest.mark.parametrize("recipe", ["fp8(static=true)", "fprop=mxfp8, dgrad=bf16, wgrad=fp8(static=true)"])
+def test_static_scales_are_refused_before_bf16_trains(recipe: str, tmp_path: Path, lpq_command: Command) -> None:
+    ended = lpq_command("compare", "mxfp8", recipe, "--out", tmp_path / "out", "--device", "cpu")
+    assert ended.status == 1
+    assert "has static scales (" in ended.err
+    assert "), and a training that begins has none: compare the recipe that measures them" in ended.err
+    assert not (tmp_path / "out").exists()
