@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lpq import recipes
 from lpq.nn.first_argument import check_model, check_whole
 from lpq.nn.names import plain_name
+from lpq.nn.norm_groups import BeforeLayers
 from lpq.nn.stateful_layer import StatefulLayer, stateful_layers
 from lpq.nn.stepping import promote
 from lpq.observe.course import Course
@@ -96,7 +97,25 @@ class Culprits(Readable):
                     f"promote: until={until}: the model is at step {stages.step} already, so the rules would never "
                     "hold: give a later step, as lpq.set_step counts them"
                 )
-        promote(model, {layers[one.layer]: one.recipe for one in self.found}, until=until)
+        promote(model, {layers[name]: recipe for name, recipe in self.promoted(model).items()}, until=until)
+
+    def promoted(self, model: nn.Module) -> dict[str, Recipe]:
+        """The recipes that ``promote`` gives layers: the layers in ``found``, and layers that remember the same inputs
+        behind a norm that ``lpq.fuse`` joined to them. These begin afresh together, or could share no state then."""
+        layers = stateful_layers(inside_of_replicas(model))
+        recipes = {one.layer: one.recipe for one in self.found}
+        norms = [one for one in model.modules() if isinstance(one, BeforeLayers)]
+        norms += [norm for layer in layers.values() for norm in layer.passes.norms.values()]
+        inputs = {layer: plan.x for layer in layers.values() if (plan := layer.passes.plan) and "x" in plan.moving}
+        beside = {
+            other
+            for norm in norms
+            for layer in {*norm.consumers} & inputs.keys() & {layers[name] for name in recipes}
+            for other in {*norm.consumers} & inputs.keys()
+            if inputs[other] == inputs[layer]
+        }
+        others = {name: layer.recipe for name, layer in layers.items() if layer in beside and name not in recipes}
+        return recipes | {name: in_bf16(layers[name], own) for name, own in others.items() if own is not None}
 
     def __str__(self) -> str:
         """A table for people to read."""

@@ -59,10 +59,12 @@ class Trigger:
             if math.isfinite(ours) != math.isfinite(theirs) or abs(ours - theirs) > CLOSE * abs(ours):
                 words += f"\nThe {name} of the replay is {theirs:.4g}, and of the step {ours:.4g}: {OTHERS}"
         if self.promote and result.found:
-            until = step + 1 + self.promote
+            until, recipes = step + 1 + self.promote, result.promoted(model)
             result.promote(model, until=until)
-            self.promoted.append((until, {one.layer: one.recipe.text for one in result.found}))
+            self.promoted.append((until, {name: recipe.text for name, recipe in recipes.items()}))
             words += f"\nThey are in bf16 in steps {step + 2} to {until}"
+            if beside := [*recipes.keys() - {one.layer for one in result.found}]:
+                words += f", with layers that share states of inputs with them: {', '.join(sorted(beside))}"
         return words
 
     def done_again(self, loss: float, norm: float) -> tuple[float, float]:

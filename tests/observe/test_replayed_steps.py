@@ -173,3 +173,27 @@ def test_each_layer_that_makes_a_nan_is_found(planted: tuple[str, ...]) -> None:
     found.promote(net, until=3)
     lpq.set_step(net, 1)
     assert closure_of(net, batch(0))().isfinite()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8-delayed", MEASURED, "mxfp8"])
+def test_layers_that_share_a_state_are_promoted_together(recipe: str, fused: bool) -> None:
+    """Behind the promotion they share it again. Others are promoted alone."""
+    torch.manual_seed(0)
+    net: Any = lpq.convert(nn.Sequential(Residual(), Residual()), recipe, include="all")
+    if fused:
+        lpq.fuse(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    bf16, own = lpq.recipe("bf16"), net[0].block.up.recipe
+    found = lpq.observe.Culprits((lpq.observe.Culprit("0.block.up", "", 1.0, bf16),), (), 0.1, 1.0, 1.0, True)
+    shares = fused and recipe != "mxfp8"
+    for step in range(6):
+        lpq.set_step(net, step)
+        recipes = [layer.recipe for layer in (net[0].block.up, net[0].block.gate, net[0].block.down, net[1].block.up)]
+        assert recipes == ([bf16, bf16 if shares else own, own, own] if step in (2, 3) else [own] * 4)
+        closure_of(net, batch(1) * (1 + step))()
+        if step == 1:
+            assert {*found.promoted(net)} == {"0.block.up", *(["0.block.gate"] if shares else [])}
+            found.promote(net, until=4)
+        optimizer.step()
+        optimizer.zero_grad()
