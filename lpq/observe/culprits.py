@@ -159,7 +159,7 @@ def culprits(
             and no layer is found.
         most: The most layers to find.
         least: How far a part must move the gradients to be looked into.
-        replays: The most replays in the search for layers.
+        replays: The most replays in the search for layers; thrice as many where gradients are not finite.
     """
     check_model(model)
     if not callable(closure):

@@ -153,7 +153,7 @@ FLAGS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("value", ["no", None, 0, 1.0])
 @pytest.mark.parametrize("name", FLAGS)
 def test_an_option_that_is_neither_true_nor_false(name: str, value: Any) -> None:
-    """Of these, ``"no"`` counted as true: masters were kept, and any policy was let in."""
+    """Text, as ``"no"``, counted as true: masters were kept, and any policy was let in."""
     with pytest.raises((TypeError, CheckpointError), match=f": {name}={value!r}: it is True or False"):
         FLAGS[name](value)
 
