@@ -270,7 +270,7 @@ def _search(
     replays = []
     for number, closure in enumerate(closures, 1):
         torch.manual_seed(torch.initial_seed() + number)  # random bits of its own for each
-        replays.append(Replay(model, closure, Before(model), by_text.values()))
+        replays.append(Replay(model, closure, Before(model)))
     with ExitStack() as stack:
         for replay in replays:
             stack.enter_context(replay.running())

@@ -187,11 +187,14 @@ def culprits(
         loss, base = replay.run({})
         if all(p.grad is None for p in replay.parameters):
             raise NumericsError("culprits: the closure left no gradient: it runs backward, too, as loss.backward()")
-        norm = ranks.mean(float(gradient_norm(model)))
         same = None
-        if ranks.sum([torch.tensor(float(not ours or bool(replay.in_main_grad)))]) == 0:
-            # Fused layers may have run as one where the replay runs them one by one, or the other way round.
-            same = alike(base) or alike(replay.run({}, aligns=not replay.aligns)[1])
+        if ranks.sum([torch.tensor(float(not ours or bool(replay.in_main_grad)))]) == 0 and not (same := alike(base)):
+            replay.aligns = False  # fused layers may have run as one
+            again = replay.run({})
+            same = alike(again[1])
+            replay.aligns = replay.draws or not same
+            loss, base = (loss, base) if replay.aligns else again
+        norm = ranks.mean(float(gradient_norm(model)))
         whole = {layer: in_bf16(layer, recipe) for layer, recipe in replay.layers.items()}
         error = GradientError(ranks, [replay], whole)
         start, loss = error.between([base]), ranks.mean(loss)

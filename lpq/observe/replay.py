@@ -150,8 +150,7 @@ def _keys_of_same(before: Quantizer, now: Quantizer) -> dict[str, str]:
 class Replay:
     """The step of a model, which can be run again."""
 
-    def __init__(self, model: nn.Module, closure: Closure, before: Before | None, by: Iterable[Recipe] = ()) -> None:
-        """``by``: recipes of runs beside the layers' own and recipes that draw no random bits."""
+    def __init__(self, model: nn.Module, closure: Closure, before: Before | None) -> None:
         self._closure, self._before = closure, Before(model) if before is None else before
         if not self._before.layers >= {*stateful_layers(model).values()}:
             raise NumericsError(
@@ -164,8 +163,11 @@ class Replay:
         self._model, self._is_shared = model, is_shared(model)
         self.in_main_grad = {m.model for m in self.layers if m.model.accumulate == "main_grad"}
         """The models that add gradients of weights to tensors of the user, which keep what the step added."""
-        self.aligns = any(Plan.of(recipe).stochastic for recipe in {*self.layers.values(), *by})
-        """Whether runs differ in the random bits that layers draw, so that each layer is given its own."""
+        self.draws = any(Plan.of(recipe).stochastic for recipe in self.layers.values())
+        """Whether a layer draws random bits, which it does not in bf16."""
+        self.aligns = True
+        """Whether each layer begins with the bits with which it began in the first run, whatever others draw, and how
+        many. That takes hooks, with which fused layers run one by one."""
         self._bits: dict[tuple[int, int], Bits] = {}
         """The bits with which each layer began and ended in the first run, by its calls."""
 
@@ -184,12 +186,8 @@ class Replay:
                 give_recipes(self.layers)
                 now.restore()
 
-    def run(self, recipes: Mapping[StatefulLayer, Recipe], *, aligns: bool | None = None) -> tuple[float, list[Tensor]]:
-        """Run the step with these recipes for these layers; return the loss and this rank's parts of the gradients.
-
-        Each layer begins with the bits with which it began in the first run, so that one without random bits does not
-        give others to the layers behind it. That takes hooks, with which fused layers run one by one, so there are none
-        where no layer draws bits; ``aligns`` has it otherwise."""
+    def run(self, recipes: Mapping[StatefulLayer, Recipe]) -> tuple[float, list[Tensor]]:
+        """Run the step with these recipes for these layers; return the loss and this rank's parts of the gradients."""
         give_recipes({**self.layers, **recipes})
         self._before.restore()
         for parameter in self.parameters:
@@ -199,7 +197,7 @@ class Replay:
             stack.enter_context(run_eagerly())
             stack.callback(register_optimizer_step_pre_hook(self._refuse_step).remove)
             stack.callback(self._model.register_forward_pre_hook(self._refuse_inside).remove)
-            for layer in self.layers if (self.aligns if aligns is None else aligns) else ():
+            for layer in self.layers if self.aligns else ():
                 for hook in self._hooks(layer, calls):
                     stack.callback(hook.remove)
             loss = self._closure()

@@ -197,3 +197,33 @@ def test_layers_that_share_a_state_are_promoted_together(recipe: str, fused: boo
             found.promote(net, until=4)
         optimizer.step()
         optimizer.zero_grad()
+
+
+class Draws(nn.Module):
+    """Between two layers it draws as many random numbers as there are tokens for an expert, which follow from the
+    first layer's values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.masks: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.first.recipe == lpq.recipe("bf16"):  # type: ignore[union-attr]
+            torch.rand(1)
+        x = self.last(x)
+        self.masks.append(F.dropout(torch.ones_like(x)))
+        return x * self.masks[-1]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_layers_have_their_random_bits_whatever_is_drawn_before(recipe: str) -> None:
+    torch.manual_seed(0)
+    net: Any = lpq.convert(Draws(), recipe)
+    before, closure = Before(net), closure_of(net, batch(0))
+    closure()
+    found = lpq.observe.culprits(net, closure, before=before, least=0.0)
+    assert found.replays
+    assert len(net.masks) > 5
+    assert all(torch.equal(mask, net.masks[0]) for mask in net.masks)
