@@ -81,8 +81,22 @@ class Culprits(Readable):
     def promote(self, model: nn.Module, *, until: int) -> None:
         """Have rules of the model's policy give the layers in ``found`` to bf16 before a step; see
         ``lpq.nn.stepping.promote``. The loop calls ``lpq.set_step`` in each step."""
-        check_model(model)
         check_whole("promote", 1, NumericsError, until=until)
+        given, layers = self.promoted(model), stateful_layers(inside_of_replicas(model))
+        for name in given:
+            refuse_static(layers[name], f"at step {until}")
+            stages = layers[name].model.stages
+            if stages is not None and stages.was_set and until <= stages.step:
+                raise NumericsError(
+                    f"promote: until={until}: the model is at step {stages.step} already, so the rules would never "
+                    "hold: give a later step, as lpq.set_step counts them"
+                )
+        promote(model, {layers[name]: recipe for name, recipe in given.items()}, until=until)
+
+    def promoted(self, model: nn.Module) -> dict[str, Recipe]:
+        """The recipes that ``promote`` gives layers: the layers in ``found``, and layers that remember the same inputs
+        behind a norm that ``lpq.fuse`` joined to them. These begin afresh together, or could share no state then."""
+        check_model(model)
         layers = stateful_layers(inside_of_replicas(model))
         for one in self.found:
             if one.layer not in layers:
@@ -90,19 +104,6 @@ class Culprits(Readable):
                     f"promote: {type(model).__name__} has no layer {one.layer!r}, which was found: give the model "
                     "whose step was replayed"
                 )
-            refuse_static(layers[one.layer], f"at step {until}")
-            stages = layers[one.layer].model.stages
-            if stages is not None and stages.was_set and until <= stages.step:
-                raise NumericsError(
-                    f"promote: until={until}: the model is at step {stages.step} already, so the rules would never "
-                    "hold: give a later step, as lpq.set_step counts them"
-                )
-        promote(model, {layers[name]: recipe for name, recipe in self.promoted(model).items()}, until=until)
-
-    def promoted(self, model: nn.Module) -> dict[str, Recipe]:
-        """The recipes that ``promote`` gives layers: the layers in ``found``, and layers that remember the same inputs
-        behind a norm that ``lpq.fuse`` joined to them. These begin afresh together, or could share no state then."""
-        layers = stateful_layers(inside_of_replicas(model))
         recipes = {one.layer: one.recipe for one in self.found}
         norms = [one for one in model.modules() if isinstance(one, BeforeLayers)]
         norms += [norm for layer in layers.values() for norm in layer.passes.norms.values()]

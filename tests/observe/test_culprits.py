@@ -353,10 +353,12 @@ def test_a_closure_that_steps_an_optimizer_is_refused(in_backward: bool) -> None
 def test_a_promotion_of_another_model_or_in_the_past_is_refused() -> None:
     net = model()
     found = lpq.observe.culprits(net, closure_of(net, batch()), most=1)
-    with pytest.raises(
-        NumericsError, match=r"promote: Linear has no layer '2\.layer', which was found: give the model"
-    ):
-        found.promote(lpq.convert(nn.Linear(64, 64), "mxfp8"), until=5)
+    other = lpq.convert(nn.Linear(64, 64), "mxfp8")
+    for call in (lambda: found.promote(other, until=5), lambda: found.promoted(other)):
+        with pytest.raises(
+            NumericsError, match=r"promote: Linear has no layer '2\.layer', which was found: give the model"
+        ):
+            call()
     found.promote(net, until=3)
     lpq.set_step(net, 20)
     with pytest.raises(NumericsError, match=r"until=20: the model is at step 20 already.*: give a later step"):
