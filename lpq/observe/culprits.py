@@ -171,8 +171,11 @@ def culprits(
     if not isinstance(before, Before | None):
         raise NumericsError(f"culprits: before={brief(before)}: it is lpq.observe.Before(model), or None")
     check_search("culprits", course, most=most, least=least, replays=replays)
-    given = "no course" if course is None else f"a course with the steps {course.state_dict()}"
-    ranks = OverRanks(model, [f"most={most}, least={least}, replays={replays}", given])
+    steps = {} if course is None else course.state_dict()  # a fact for each loss: where ranks differ, one is named
+    given = [
+        f"a course with {what} {x}" for what, one in steps.items() for x in (one if isinstance(one, list) else [one])
+    ]
+    ranks = OverRanks(model, [f"most={most}, least={least}, replays={replays}", *(given or ["no course"])])
     replay = Replay(model, closure, before)
     names = {id(m): plain_name(name) for name, m in inside_of_replicas(model).named_modules()}
     ours = [local_part(apart(p.grad)) for p in model.parameters() if p.requires_grad and p.grad is not None]

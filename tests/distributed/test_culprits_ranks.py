@@ -241,6 +241,10 @@ def test_ranks_that_would_replay_otherwise_all_raise(rank: int) -> None:
         given: Any = others if rank else option
         said = agreed(lambda: lpq.observe.culprits(net, closure, **given))  # noqa: B023
         assert all(one.startswith(begins) for one in said), said
+    given = "a course with losses 1e-09], and rank 1 has [a course with losses 1000000000.0]"
+    assert said == [f"{begins}{given}. Call it alike on all of them"] * len(said), (
+        "one loss of the last option's window"
+    )
     for recipes, closures in ((("nvfp4", "mxfp8"), 1), (("nvfp4", "nvfp4"), 1 + rank)):
         asked: Any = {"recipes": [recipes[rank]], "time": 0.9, "seconds": lambda _, recipe: 1.0 + (recipe is None)}
         said = agreed(lambda: lpq.search(net, [closure] * closures, **asked))  # noqa: B023
