@@ -37,8 +37,6 @@ from lpq.files.claim import LOCK, Claim, left_behind
 from lpq.files.disk import PARTIAL
 from lpq.files.errors import CheckpointError
 from lpq.kernels.table import allowed_backends
-from lpq.nn.plan import memories
-from lpq.recipes import Policy
 from lpq.registry.errors import LpqError
 from lpq.train import beside, data, loop, runs, trainings
 from lpq.train.compare_config import CompareConfig, TrainingJob, processors
@@ -81,7 +79,7 @@ def run(
     if config.training.record:
         refuse_record(Team(device=device))
     for recipe in config.recipes:
-        _refuse_static(recipe, loop.policy_of(replace(config.training, policy=recipe)))
+        loop.policy_of(replace(config.training, policy=recipe))
     if runs.is_run(config.out):
         raise TrainError(f"{config.out} holds a run of lpq train: name another directory with --out")
     jobs = config.jobs(baseline_on(device))
@@ -99,16 +97,6 @@ def run(
     _make(config.unfinished)
     with nullcontext() if processes.rank else _only(config.out):
         return _run(config, jobs, text, device, console, began, processes)
-
-
-def _refuse_static(title: str, policy: Policy) -> None:
-    """Refuse a policy whose scales must be found before the first step: its trainings would fail behind bf16's."""
-    given = [rule.recipe for rule in policy.rules if rule.recipe is not None]
-    if names := [memory.name for recipe in given for memory in memories(recipe) if not memory.moves]:
-        raise TrainError(
-            f"{title} has static scales ({names[0]}), and a training that begins has none: compare the recipe that "
-            "measures them, and make them static afterwards, by lpq calibrate"
-        )
 
 
 def _run(

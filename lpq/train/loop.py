@@ -26,6 +26,7 @@ from lpq.files.typed import check_table
 from lpq.kernels.table import allowed_backends
 from lpq.nn.conversion_plan import ConversionPlan, changes_of
 from lpq.nn.names import first_few
+from lpq.nn.plan import memories
 from lpq.recipes import Policy
 from lpq.recipes.policy_sources import refuse_rules
 from lpq.registry.showing import printable
@@ -75,7 +76,7 @@ def run(config: TrainConfig, console: Console | None = None) -> Summary:
 
 
 def policy_of(config: TrainConfig) -> Policy:
-    """The policy of a run: the one that it names, or its recipe for all layers; refused if it converts no layer."""
+    """The policy of a run: the one that it names, or its recipe for all layers; refused if it trains none or cannot."""
     if config.policy is None:
         refuse_rules(config.recipe, f"give it as --policy {config.recipe}")
     policy = lpq.policy(lpq.recipe(config.recipe) if config.policy is None else config.policy)
@@ -87,6 +88,10 @@ def policy_of(config: TrainConfig) -> Policy:
         raise TrainOptionError(
             f"{config.policy or config.recipe} converts no layer of a model of layers = {config.layers} and width = "
             f"{config.width}, and would train as bf16 does: {why}. Change the model or the rules, or name another one"
+        )
+    if static := [m.name for rule in policy.rules if rule.recipe for m in memories(rule.recipe) if not m.moves]:
+        raise TrainOptionError(
+            f"{config.title} has static scales ({static[0]}): train by one that measures them, then run lpq calibrate"
         )
     return policy
 
@@ -118,7 +123,7 @@ def beside_baseline(
             trainer = Trainer(its_config, text, its_policy, team)
             if its_policy is policy:
                 team.first(partial(tell_conversion, trainer, directory, console))
-            tell = partial(remark_on, title, console)
+            tell = partial(say, console, title=title, style="yellow", soft_wrap=True)
             bar = partial(progress_of, title, console)
             if signum := train(trainer, directory / name, lambda: interrupt.signum or 0, tell, bar):
                 raise Stopped(
@@ -211,19 +216,15 @@ def progress_of(title: str, console: Console, trainer: Trainer) -> Iterator[Call
             step, loss = record["step"], f"loss {record['loss']:.3f}"
             progress.update(bar, completed=step, loss=loss)
             if not console.is_terminal and (step % every == 0 or step == steps):
-                say(console, f"{title}: step {step} of {steps}, {loss}")
+                say(console, f"step {step} of {steps}, {loss}", title=title)
 
         yield show
 
 
-def remark_on(title: str, console: Console, text: str) -> None:
-    """Print what is to be known of one of the trainings."""
-    say(console, f"{title}: {text}", style="yellow", soft_wrap=True)
-
-
-def say(console: Console, text: str, **how: Any) -> None:
-    """Print text that may come from files and options: to rich a name in brackets would be a style."""
-    console.print(printable(text), markup=False, **how)
+def say(console: Console, text: str, *, title: str = "", **how: Any) -> None:
+    """Print text that may come from files and options: to rich a name in brackets would be a style. ``title``: of the
+    training that it is about."""
+    console.print(printable(f"{title}: {text}" if title else text), markup=False, **how)
 
 
 def again(team: Team) -> str:

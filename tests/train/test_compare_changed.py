@@ -43,9 +43,13 @@ def test_a_training_refuses_what_changed_after_the_comparison_began(
 
 
 @pytest.mark.parametrize("recipe", ["fp8(static=true)", "fprop=mxfp8, dgrad=bf16, wgrad=fp8(static=true)"])
-def test_static_scales_are_refused_before_bf16_trains(recipe: str, tmp_path: Path, lpq_command: Command) -> None:
-    ended = lpq_command("compare", "mxfp8", recipe, "--out", tmp_path / "out", "--device", "cpu")
-    assert ended.status == 1
-    assert "has static scales (" in ended.err
-    assert "), and a training that begins has none: compare the recipe that measures them" in ended.err
+@pytest.mark.parametrize("command", [("compare", "mxfp8"), ("train", "--policy")])
+def test_static_scales_are_refused_before_anything_trains(
+    command: tuple[str, str], recipe: str, tmp_path: Path, lpq_command: Command
+) -> None:
+    ended = lpq_command(*command, recipe, "--out", tmp_path / "out", "--device", "cpu")
+    assert ended.status == 2
+    assert " has static scales (" in ended.err
+    assert "): train by one that measures them, then run lpq calibrate" in " ".join(ended.err.split())
+    assert "Traceback" not in ended.err
     assert not (tmp_path / "out").exists()
