@@ -136,8 +136,9 @@ def _levels(side: Quantizer, largest: float, sign: int = 1) -> Tensor:
 
 
 def _decoded(side: Quantizer, values: Tensor, largest: float) -> Tensor:
-    """The values, encoded beside the largest magnitude and decoded, whatever shares a scale with them."""
+    """The values, encoded beside the largest magnitude of either sign, for zero points, and decoded."""
     x = torch.full((len(values), 8), largest)
+    x[:, ::2] = -largest
     x[:, 1] = values
     return encode(side, x).decode()[:, 1]
 
