@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -15,10 +14,10 @@ from lpq.checkpoint.model import Model
 from lpq.engines.reading import Quantized
 from lpq.formats import Quantizer
 from lpq.nn import Layer
-from lpq.nn.conversion_plan import ConversionPlan
+from lpq.nn.conversion_plan import ConversionPlan, rule_names
 from lpq.nn.expert_stacks import ExpertStack
 from lpq.nn.names import plain_name
-from lpq.nn.sharded_weights import Weights
+from lpq.nn.sharded_weights import Weights, owners_of
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.recipes import PolicyLike, Recipe
 from lpq.recipes.globs import exactly, matches, numberless
@@ -35,8 +34,8 @@ class Intended:
     """The recipe of each module that has one, by name."""
     stored: Mapping[str, Quantizer]
     """The quantizer of the row operand of each weight that is stored quantized, by the name of the parameter."""
-    modules: tuple[str, ...]
-    """The names of all modules."""
+    names: Mapping[str, Sequence[str]]
+    """All names of each module, by the first one."""
     experts: tuple[ExpertStack, ...] = ()
     """The stacks of Hugging Face's experts that are stored quantized, which ``lpq.convert`` does not do."""
 
@@ -49,9 +48,10 @@ class Intended:
         tensors = model.tensors()
         stored = {name: side for name, tensor in tensors.items() if (side := stored_side(name, tensor)) is not None}
         modules = {plain_name(name): module for name, module in module.named_modules()}
+        names = rule_names(module)
         if rules is None:
             present = {n: m.recipe for n, m in modules.items() if isinstance(m, StatefulLayer) and m.recipe is not None}
-            return cls(present, stored, tuple(modules))
+            return cls(present, stored, names)
         schedules = ConversionPlan.of(module, recipes.policy(rules)).schedules
         first = {plain_name(name): schedule.at(0) for name, schedule in schedules.items()}
         by_name = {name: recipe for name, recipe in first.items() if recipe is not None}
@@ -60,7 +60,7 @@ class Intended:
             linear = [name for name in by_name if type(modules[name]) is nn.Linear or isinstance(modules[name], Layer)]
             owners = {f"{name}.weight".lstrip("."): name for name in linear}
             owners |= {one.name: one.holder_name for one in stacks.values() if one.holder_name in by_name}
-            times = Counter(id(tensor) for tensor in tensors.values())
+            times = owners_of(module)
             for weight, name in owners.items():
                 side = by_name[name].w.side("row")
                 if weight not in stored and not side.plain and times[id(tensors.get(weight))] == 1:
@@ -71,17 +71,16 @@ class Intended:
                     row, col = recipe.w.side("row"), recipe.w.side("col")
                     if not (row.plain or row.static or col.static):
                         experts.append(stack)
-        return cls(by_name, stored, tuple(modules), tuple(experts))
+        return cls(by_name, stored, names, tuple(experts))
 
     def fitting(self, layers: Mapping[str, Quantized]) -> str:
         """A policy that stores weights as these layers of the files, by the names of modules, have them."""
         rules: dict[str, list[str]] = {}
         for name, layer in layers.items():
             if (recipe := self.recipes.get(name)) is not None:
-                rules.setdefault(_with_weight(recipe, layer).text, []).append(name)
-        listing = [
-            {"match": _patterns(names, {*self.modules} - {*names}), "recipe": text} for text, names in rules.items()
-        ]
+                rules.setdefault(_with_weight(recipe, layer).text, []).extend(self.names.get(name, [name]))
+        every = {alias for own in self.names.values() for alias in own}
+        listing = [{"match": _patterns(own, every - {*own}), "recipe": text} for text, own in rules.items()]
         return f"policy={{'rules': {listing}}}"
 
 

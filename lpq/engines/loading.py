@@ -26,6 +26,7 @@ from lpq.engines.reading import Files, Quantized
 from lpq.files.disk import place
 from lpq.formats import Storage
 from lpq.nn import Layer, convert
+from lpq.nn.conversion_plan import rule_names
 from lpq.nn.expert_stacks import ExpertStack, Names, names_in_files, stacks_in_files
 from lpq.nn.names import plain_name
 from lpq.nn.sharded_weights import Weights, check_replaced
@@ -80,7 +81,7 @@ def load_quantized(
         stacks = stacks_in_model(view.module, layers)
         _check_model(view, layers, stacks)
         fresh = all(layer.recipe is None for layer in stateful_layers(model).values())
-        rules = _rules(by_module(layers, stacks)) if policy is None and fresh else policy
+        rules = _rules(by_module(layers, stacks), rule_names(view.module)) if policy is None and fresh else policy
         job = _Job(files, view, layers, stacks, Intended.of(view, rules, weights, stacks))
         job.judge()
         if rules is not None:
@@ -95,12 +96,12 @@ def load_quantized(
     return model
 
 
-def _rules(layers: Mapping[str, Quantized]) -> dict[str, Any]:
-    """A policy with a rule for all layers that lie alike."""
-    alike: dict[tuple[int, int], list[str]] = {}
+def _rules(layers: Mapping[str, Quantized], names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """A policy with a rule for all layers that lie alike. ``names``: all names of each module, by the first one."""
+    alike: dict[tuple[int, int], tuple[Quantized, list[str]]] = {}
     for name, layer in layers.items():
-        alike.setdefault((id(layer.scheme), id(layer.inputs)), []).append(name)
-    return {"rules": [{"match": [*map(exactly, own)], "recipe": recipe_of(layers[own[0]])} for own in alike.values()]}
+        alike.setdefault((id(layer.scheme), id(layer.inputs)), (layer, []))[1].extend(names.get(name, [name]))
+    return {"rules": [{"match": [*map(exactly, own)], "recipe": recipe_of(one)} for one, own in alike.values()]}
 
 
 def _check_model(model: Model, layers: Mapping[str, Quantized], stacks: Mapping[str, ExpertStack]) -> None:

@@ -65,7 +65,7 @@ def check_weights(
         for name, module in modules.items()
         if type(module) is nn.Linear or (isinstance(module, Layer) and not module.transposed)
     }
-    sharded, owners = _sharded(model, layers.values(), weights), _owners(model)
+    sharded, owners = _sharded(model, layers.values(), weights), owners_of(model)
     for name, module in layers.items():
         schedule = schedules[name]
         quantizers = [recipe.w if recipe is not None else None for _, recipe in schedule.pieces]
@@ -274,12 +274,12 @@ def _note(layer: Layer, weight: Tensor, ranks: int, site: Site | None) -> str:
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Layer, bool]]:
     """Every converted layer, and whether its weight is a parameter of another module, too."""
-    owners = _owners(model)
+    owners = owners_of(model)
     for name, module in model.named_modules():
         if isinstance(module, Layer):
             yield name, module, owners[id(module._parameters.get("weight"))] > 1  # nothing is computed, as by pruning
 
 
-def _owners(model: nn.Module) -> Counter[int]:
+def owners_of(model: nn.Module) -> Counter[int]:
     """The number of modules that have each parameter, by its ``id``."""
     return Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))

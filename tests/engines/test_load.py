@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,40 @@ def test_a_tied_head_is_read_from_the_embedding(tmp_path: Path) -> None:
     assert read.lm_head.weight is read.embed.weight
     with pytest.raises(CheckpointError, match=r"nothing for these tensors of the model: lm_head\.weight"):
         lpq.load_quantized(Net(), tmp_path / "x")
+
+
+class Twice(Net):
+    """One of its layers has a second name."""
+
+    def __init__(self) -> None:
+        super().__init__(dtype=torch.bfloat16)
+        self.again = nn.ModuleList([self.blocks[0].mlp.down_proj])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": "mxfp8"}, {"weights": None}], ids=str)
+def test_a_layer_in_two_places_is_read(options: dict[str, Any], tmp_path: Path) -> None:
+    """By the recipes that the files tell, too, whose rules then name the layer as the model does."""
+    model: Any = lpq.convert(Twice(), "mxfp8")
+    lpq.export(model, tmp_path / "a", layout="compressed-tensors")
+    read: Any = lpq.load_quantized(Twice(), tmp_path / "a", **options)
+    layer, own = read.blocks[0].mlp.down_proj, model.blocks[0].mlp.down_proj
+    assert read.again[0] is layer
+    assert isinstance(layer.weight.detach(), QuantizedTensor) == ("weights" not in options)
+    if "weights" in options:
+        assert torch.equal(layer.weight, decoded(own, torch.bfloat16))
+        return
+    assert torch.equal(layer.weight.dequantize(), decoded(own, torch.bfloat16))
+    lpq.export(read, tmp_path / "b", layout="compressed-tensors")
+    assert equal_files(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_policy_that_fits_names_a_layer_in_all_its_places(tmp_path: Path) -> None:
+    lpq.export(lpq.convert(Twice(), "mxfp8"), tmp_path / "x", layout="compressed-tensors")
+    with pytest.raises(CheckpointError, match="stored as nvfp4") as refused:
+        lpq.load_quantized(Twice(), tmp_path / "x", policy="nvfp4")
+    fitting = ast.literal_eval(str(refused.value).split("policy=")[1].split("; or")[0])
+    read: Any = lpq.load_quantized(Twice(), tmp_path / "x", policy=fitting)
+    assert str(read.again[0].recipe.w) == "mxfp8"
 
 
 def by_others(path: Path, found: dict[str, Tensor], quantization: dict[str, Any]) -> None:
