@@ -53,8 +53,7 @@ class Intended:
             present = {n: m.recipe for n, m in modules.items() if isinstance(m, StatefulLayer) and m.recipe is not None}
             return cls(present, stored, names)
         schedules = ConversionPlan.of(module, recipes.policy(rules)).schedules
-        first = {plain_name(name): schedule.at(0) for name, schedule in schedules.items()}
-        by_name = {name: recipe for name, recipe in first.items() if recipe is not None}
+        by_name = {plain_name(name): recipe for name, s in schedules.items() if (recipe := s.at(0)) is not None}
         experts: list[ExpertStack] = []
         if weights == "quantized":
             linear = [name for name in by_name if type(modules[name]) is nn.Linear or isinstance(modules[name], Layer)]

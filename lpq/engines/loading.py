@@ -105,12 +105,11 @@ def _rules(layers: Mapping[str, Quantized], names: Mapping[str, Sequence[str]]) 
 
 
 def _check_model(model: Model, layers: Mapping[str, Quantized], stacks: Mapping[str, ExpertStack]) -> None:
-    tensors, _ = model.state()
-    for name, tensor in tensors.items():
+    for name, tensor in model.tensors().items():
         if isinstance(tensor, DTensor):
-            raise CheckpointError(f"{name.removeprefix(PREFIX)} is sharded: load the model first, and shard it then")
+            raise CheckpointError(f"{name} is sharded: load the model first, and shard it then")
         if tensor.is_meta:
-            raise CheckpointError(f"{name.removeprefix(PREFIX)} is on the meta device: call model.to_empty(…) first")
+            raise CheckpointError(f"{name} is on the meta device: call model.to_empty(…) first")
     linear = {plain_name(n) for n, m in model.module.named_modules() if isinstance(m, nn.Linear | Layer)}
     linear |= {layer for one in stacks.values() for layer in one.layers}
     if strange := [name for name in layers if name not in linear]:

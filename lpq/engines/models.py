@@ -31,7 +31,7 @@ def entries(model: Model, dtype: torch.dtype | None, stacks: Stacks) -> list[Fil
     """The parameters and persistent buffers of a model, each once, without states of quantizers. ``dtype``: the dtype
     in which it computes; None: the dtype in which FSDP2 gathers, or else the dtype of its weights."""
     state, _ = model.state()
-    layers = {f"{PREFIX}{name}.weight": (name, layer) for name, layer in model.layers()}
+    layers = {PREFIX + f"{name}.weight".lstrip("."): (name, layer) for name, layer in model.layers()}
     aliases, tied = model.aliases(), model.tied()
     memories, gathered = model.memories(), gathered_dtypes(model.module)
     amaxes = model.module.__dict__.get(RECORD, {})

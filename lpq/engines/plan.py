@@ -175,6 +175,8 @@ def _note_of_experts(group: Group) -> str:
 
 
 def _check_names(layers: set[str], input_amax: Mapping[str, Tensor | float] | None, leave: Sequence[str]) -> None:
+    if "" in layers:
+        raise CheckpointError("the model is one layer, and engines know layers by name: export nn.Sequential(model)")
     if isinstance(leave, str) or not isinstance(leave, Iterable) or not all(isinstance(name, str) for name in leave):
         one = f", as [{leave!r}]" if isinstance(leave, str) else ""
         raise CheckpointError(f"leave={leave!r}: it is a list of names or patterns of layers{one}")

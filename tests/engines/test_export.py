@@ -270,6 +270,20 @@ def test_what_a_layout_has_no_place_for_is_refused_by_name(why: str, tmp_path: P
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_a_model_that_is_one_layer_has_no_name_for_engines(recipe: str, tmp_path: Path) -> None:
+    """Nor has its checkpoint. In a module that names it the layer is exported."""
+    model = lpq.convert(nn.Linear(64, 64), recipe)
+    lpq.checkpoint.save(model, tmp_path / "run", step=1)
+    for source in (model, tmp_path / "run"):
+        with pytest.raises(CheckpointError, match="the model is one layer, and engines know layers by name"):
+            lpq.export(source, tmp_path / "x", layout="compressed-tensors")
+    with pytest.raises(CheckpointError, match="cannot be streamed: the model is one layer"):
+        next(lpq.export.stream(model, "compressed-tensors"))
+    done = lpq.export(nn.Sequential(model), tmp_path / "x", layout="compressed-tensors")
+    assert [*done.layers.values()] == [("0",)]
+
+
 def test_a_place_that_cannot_be_one_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for place, words in (
