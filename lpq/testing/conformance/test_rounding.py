@@ -57,7 +57,7 @@ def test_ties_go_either_way(side: Quantizer) -> None:
         levels = _levels(side, units, sign)
         lower, upper = levels[:-1], levels[1:]
         ties = (lower + upper) / 2
-        decoded = _decoded(side, ties * sign, units) * sign
+        decoded = _between_ends(side, ties * sign, units) * sign
         astray = (decoded != lower) & (decoded != upper)
         if astray.any():
             at = int(astray.nonzero()[0])
@@ -66,10 +66,10 @@ def test_ties_go_either_way(side: Quantizer) -> None:
                 f"back as {decoded[at] * sign:g}; it must be one of the two: round in encode, in fp32"
             )
         for nearer, place in ((lower, 1 - BESIDE), (upper, 1 + BESIDE)):
-            decoded_beside = _decoded(side, ties * sign * place, units) * sign
+            decoded_beside = _between_ends(side, ties * sign * place, units) * sign
             if (decoded_beside != nearer).any():
                 at = int((decoded_beside != nearer).nonzero()[0])
-                further = _decoded(side, ties * sign * (1 + 256 * (place - 1)), units) * sign
+                further = _between_ends(side, ties * sign * (1 + 256 * (place - 1)), units) * sign
                 remedy = (
                     "do not round x to a shorter dtype before its codes are made"
                     if further[at] == nearer[at]
@@ -113,8 +113,8 @@ def _units(side: Quantizer) -> float | None:
     """The largest unit in which the values that come back are whole numbers; None: there is none, or it cannot be
     found, as where the scale of a block is the best for all its values."""
     levels, probes = _levels(side, 1.0), torch.linspace(0, 1, PROBES + 1)
-    in_another_order = _decoded(side, probes.flip(0), 1.0).flip(0)
-    if len(levels) < 3 or not torch.equal(_decoded(side, probes, 1.0), in_another_order):
+    in_another_order = _between_ends(side, probes.flip(0), 1.0).flip(0)
+    if len(levels) < 3 or not torch.equal(_between_ends(side, probes, 1.0), in_another_order):
         return None
     units = float(1 / (levels[1:] - levels[:-1]).min())
     whole = float(round(units))
@@ -127,7 +127,7 @@ def _units(side: Quantizer) -> float | None:
 def _levels(side: Quantizer, largest: float, sign: int = 1) -> Tensor:
     """The values of one sign that come back, without that, if the largest one is this: neighbours without a gap."""
     probes = torch.linspace(0, largest, PROBES + 1, dtype=torch.float64).float()
-    values, hits = torch.unique(_decoded(side, probes * sign, largest) * sign, return_counts=True)
+    values, hits = torch.unique(_between_ends(side, probes * sign, largest) * sign, return_counts=True)
     rare = (hits < HITS).nonzero()
     inside = rare[(rare > 0) & (rare < len(values) - 1)]  # the first and the last have half an interval
     first = int(inside.max()) + 1 if len(inside) else 0
@@ -135,10 +135,14 @@ def _levels(side: Quantizer, largest: float, sign: int = 1) -> Tensor:
     return levels
 
 
-def _decoded(side: Quantizer, values: Tensor, largest: float) -> Tensor:
-    """The values, encoded beside the largest magnitude of either sign, for zero points, and decoded."""
-    x = torch.full((len(values), 8), largest)
-    x[:, ::2] = -largest
+def _between_ends(side: Quantizer, values: Tensor, largest: float) -> Tensor:
+    """The values, encoded beside the largest magnitude of either sign, as zero points need it, and decoded."""
+    return _decoded(side, values, -largest, largest)
+
+
+def _decoded(side: Quantizer, values: Tensor, *beside: float) -> Tensor:
+    """The values, encoded in rows of these others, and decoded, whatever shares a scale with them."""
+    x = torch.tensor(beside).repeat(len(values), 8 // len(beside))
     x[:, 1] = values
     return encode(side, x).decode()[:, 1]
 
