@@ -5,8 +5,10 @@ Nothing is run: this needs Triton and no GPU.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -203,6 +205,20 @@ def test_kernels_of_norms_compile_too(
         if "ptx" in kernel.asm:
             lines = [line.split() for line in kernel.asm["ptx"].splitlines() if FUSED_OR_FLUSHED.search(line)]
             assert {line[0].removesuffix("x2") for line in lines} == {FMA}, kernel.metadata.name
+
+
+def test_no_branch_is_chosen_by_a_function_of_the_device() -> None:
+    """In Triton 3.6, which torch 2.11 brings, such a function's result is no constant: both branches are compiled, and
+    GPUs that lack a type of either refuse the kernel. Newer Tritons, as here, do not notice."""
+    root = Path(lpq.__file__).parents[1]
+    files = [*(root / "lpq").rglob("*.py"), *(root / "plugins").rglob("*.py")]
+    functions = [f for file in files for f in ast.walk(ast.parse(file.read_text())) if isinstance(f, ast.FunctionDef)]
+    of_device = {f.name: f for f in functions if any("triton.jit" in ast.unparse(d) for d in f.decorator_list)}
+    assert {"widen", "narrow", "cast_float8"} <= {*of_device}
+    branches = [node.test for f in of_device.values() for node in ast.walk(f) if isinstance(node, ast.If | ast.IfExp)]
+    assert len(branches) > 20
+    called = {ast.unparse(c.func) for test in branches for c in ast.walk(test) if isinstance(c, ast.Call)}
+    assert not called & {*of_device}
 
 
 def test_a_fused_product_would_be_noticed() -> None:

@@ -16,12 +16,8 @@ FLT_MAX = tl.constexpr(3.4028234663852886e38)
 INTEGERS = tl.constexpr(0x4B000000)
 """The bits of 2^23, from which on fp32 has integers only: a sum with 2^23 is rounded to an integer, in its low bits."""
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-
-
-@triton.jit
-def _has_casts(MAJOR: tl.constexpr, MINOR: tl.constexpr):
-    """Whether the GPU has instructions that cast as the references do. Casts of Triton's interpreter differ."""
-    return not INTERPRETED and cuda_capability_geq(MAJOR, MINOR)
+"""The interpreter's casts differ from the references, which a GPU's instructions do not. Each function asks for the GPU
+itself: where one calls another, older Tritons (3.6) compile both branches, also for GPUs that have no such type."""
 
 
 @triton.jit
@@ -59,7 +55,7 @@ def widen(x):
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
     """fp32 rounded to the dtype of a result."""
-    if dtype == tl.bfloat16 and _has_casts(8, 0):
+    if dtype == tl.bfloat16 and not INTERPRETED and cuda_capability_geq(8, 0):
         return tl.where(x == x, x.to(tl.bfloat16), tl.full(x.shape, 0x7FC0, tl.int16).to(tl.bfloat16, bitcast=True))
     if dtype == tl.bfloat16:
         bits = bits_of(x)
@@ -74,7 +70,7 @@ def narrow(x, dtype: tl.constexpr):
 @triton.jit
 def cast_float8(product, x, E5M2: tl.constexpr):
     """The codes of ``product``: saturating, unless ``x``, of which ``product`` is a multiple, is not finite."""
-    if not E5M2 and _has_casts(8, 9):
+    if not E5M2 and not INTERPRETED and cuda_capability_geq(8, 9):
         return (product - (x - x)).to(tl.float8e4nv).to(tl.uint8, bitcast=True)  # x - x: NaN unless x is finite, or +0
     MANTISSA: tl.constexpr = 2 if E5M2 else 3
     LARGEST: tl.constexpr = 57344.0 if E5M2 else 448.0
@@ -98,7 +94,7 @@ def cast_float8(product, x, E5M2: tl.constexpr):
 @triton.jit
 def decode_float8(code, E5M2: tl.constexpr):
     """8-bit floats in fp32, by way of an fp16 of the same fields."""
-    if _has_casts(8, 9):
+    if not INTERPRETED and cuda_capability_geq(8, 9):
         return code.to(tl.uint8).to(tl.float8e5 if E5M2 else tl.float8e4nv, bitcast=True).to(tl.float32)
     code = code.to(tl.int32)
     if E5M2:
