@@ -120,6 +120,19 @@ def test_it_compiles() -> None:
     assert torch.equal(torch.compile(made, backend="aot_eager", fullgraph=True)(x), made(x))
 
 
+@pytest.mark.starts
+@pytest.mark.parametrize("least", [0.5, 99])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_it_compiles_for_tokens_that_a_mask_chooses(least: float) -> None:
+    """Also where it chooses none."""
+    made, x = layer("mean_split"), normal(32, 48) + 2
+
+    def chosen(x: Tensor) -> Tensor:
+        return torch.as_tensor(made(x[x[:, 0] > least]))
+
+    assert torch.equal(torch.compile(chosen, backend="aot_eager", fullgraph=True)(x), chosen(x))
+
+
 @on_ranks(2)
 def test_fsdp2_shards_it_and_tensor_parallelism_does_not(rank: int) -> None:
     with plugged("mean-split"):

@@ -50,7 +50,7 @@ class MeanSplitLinear(Linear):
         if (why := self._why_not(input, weight)) is not None:
             raise ValueError(f"{self.title}: mean_split cannot split the mean off: {why}")
         tokens = input.detach().reshape(-1, input.shape[-1])
-        count = torch.sym_max(tokens.shape[0], 1)  # the mean of no token is 0
+        count = max(tokens.shape[0], 1)  # the mean of no token is 0
         mean = (tokens.sum(0, dtype=torch.float32) / count).to(input.dtype)
         y = super().forward(input - mean)
         return y + nn.functional.linear(mean.to(weight.dtype), weight).to(y.dtype)
