@@ -60,9 +60,8 @@ OF_CODES = {
 RAGGED = 320
 """Features that are no multiple of the 128 columns that MS-EDEN rotates together, as the 2880 of GPT-OSS's experts.
 The numbers are the same with those, where what is left over takes seconds to rotate."""
-OF_RAGGED = Cost(2120 if torch.__version__ >= "2.12" else 2126, 164, 26, 1049)
-"""By ``nvfp4-eden``: the last columns of dy and of the weight are rotated by torch's operations, which are some more in
-torch 2.11."""
+OF_RAGGED = Cost(2120, 164, 26, 1049)
+"""By ``nvfp4-eden``: the last columns of dy and of the weight are rotated by torch's operations."""
 BY_REFERENCE = {
     # recipe: a layer of two groups, and the calls of each further one.
     "fp8-current": (Cost(238, 59, 22, 483), 159),
