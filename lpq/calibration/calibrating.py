@@ -25,7 +25,7 @@ from lpq.calibration.targets import Target, forgotten, searches, targets
 from lpq.checkpoint.model import Model, is_shared
 from lpq.engines.siblings import FUSED, fused
 from lpq.files.disk import place
-from lpq.nn.first_argument import check_choices, check_whole
+from lpq.nn.first_argument import check_choices, check_flags, check_whole
 from lpq.nn.stateful_layer import stateful_layers
 from lpq.registry.showing import Readable, number
 from lpq.registry.warning import warn
@@ -113,6 +113,7 @@ def calibrate(
     ranks = Together.of(process_group, is_shared(model), "calibrates", first=True)
 
     def prepare() -> tuple[list[Target], tuple[str, ...], Peers, Path | None]:
+        check_flags("calibrate", CalibrationError, progress=progress)
         _check(method, samples, percentile, unseen, every, batches)
         _check_forms(siblings, forward)
         search = method if method in SEARCHING else None

@@ -22,6 +22,7 @@ from lpq.checkpoint.finding import WholeCheckpoint, find
 from lpq.checkpoint.optimizer import check_data
 from lpq.files.disk import json_of, place
 from lpq.files.manifest import DESCRIPTION, EXTRA, INDEX, MANIFEST
+from lpq.nn.first_argument import check_flags
 from lpq.recipes import Policy, Steps
 from lpq.registry.showing import Readable, number
 from lpq.torch_private.pytree import keystr, tree_flatten_with_path
@@ -89,6 +90,7 @@ def info(path: str | Path, *, process_group: dist.ProcessGroup | None = None, th
             both take the same checkpoint of a run.
     """
     ranks = ranks_of(process_group, False, "reads")
+    ranks.each(lambda: check_flags("info", CheckpointError, thorough=thorough))
     checkpoint = find(ranks.each(lambda: place(path)), ranks, thorough=thorough)
     return ranks.each(lambda: read(checkpoint)[0])
 

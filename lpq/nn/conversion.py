@@ -261,6 +261,7 @@ def report(model: nn.Module, *, full: bool = False) -> Report:
         model: The model, or a part of it.
         full: Give each module a line of its own. Modules with equal lines share one otherwise.
     """
+    check_flags("report", full=full)
     parts = conversions(model, built=True)
     modules = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
     idle = uncalled(model)

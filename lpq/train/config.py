@@ -96,10 +96,11 @@ class TrainConfig:
         object.__setattr__(self, "data", tuple(self.data))  # in TOML, JSON and on a command line it is a list
         for f in fields(self):
             value, least = getattr(self, f.name), f.metadata["least"]
-            if least is not None and not value >= least:
-                raise TrainOptionError(f"{f.name} = {value!r}: it must be at least {least}")
-            if least is not None and not value < LARGEST:
-                raise TrainOptionError(f"{f.name} = {value!r}: it must be less than {LARGEST}")
+            if TYPES[f.name] is bool and not isinstance(value, bool):
+                raise TrainOptionError(f"{f.name} = {value!r}: it is True or False")
+            if least is not None and not least <= value < LARGEST:
+                bound = f"less than {LARGEST}" if value >= least else f"at least {least}"
+                raise TrainOptionError(f"{f.name} = {value!r}: it must be {bound}")
         if self.width % (2 * self.heads):
             raise TrainOptionError(
                 f"width = {self.width} does not give each of heads = {self.heads} an even number of elements: "
@@ -121,8 +122,7 @@ class TrainConfig:
                 "--watch, --replay and --promote"
             )
         if self.what_if and not self.watch:
-            words = f"what_if = {self.what_if!r} is for the statistics of --watch: add --watch 100"
-            raise TrainOptionError(f"{words}, or ask about no recipe, --what-if ''")
+            raise TrainOptionError(f"what_if = {self.what_if!r} needs --watch 100; for no question: --what-if ''")
         if self.policy is not None and self.recipe != RECIPE:
             raise TrainOptionError("a policy gives the recipes itself: name a recipe or a policy, not both")
 

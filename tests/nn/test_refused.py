@@ -16,6 +16,8 @@ from lpq import calibration, observe, optim, registry
 from lpq.calibration import CalibrationError
 from lpq.checkpoint import CheckpointError
 from lpq.integrations import peft, transformers
+from lpq.train.config import TrainConfig
+from lpq.train.errors import TrainOptionError
 
 NET = converted("mxfp8", 32, 32)
 PLAIN = linears(32, 32)
@@ -147,6 +149,10 @@ FLAGS: dict[str, Callable[[Any], Any]] = {
     "keep": lambda value: optim.MasterWeights(torch.optim.AdamW(STORED.parameters()), keep=value),
     "decode": lambda value: lpq.export(NET, "file.pt", layout="lpq", decode=value),
     "any_policy": lambda value: transformers.resume(NET, "checkpoint", any_policy=value),
+    "full": lambda value: lpq.report(NET, full=value),
+    "thorough": lambda value: lpq.checkpoint.info("checkpoint", thorough=value),
+    "progress": lambda value: lpq.calibrate(NET, [], progress=value),
+    "compile": lambda value: TrainConfig(compile=value),
 }
 
 
@@ -154,7 +160,8 @@ FLAGS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", FLAGS)
 def test_an_option_that_is_neither_true_nor_false(name: str, value: Any) -> None:
     """Text, as ``"no"``, counted as true: masters were kept, and any policy was let in."""
-    with pytest.raises((TypeError, CheckpointError), match=f": {name}={value!r}: it is True or False"):
+    errors = TypeError, CheckpointError, CalibrationError, TrainOptionError
+    with pytest.raises(errors, match=f"{name} ?= ?{value!r}: it is True or False"):
         FLAGS[name](value)
 
 

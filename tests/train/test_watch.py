@@ -61,7 +61,7 @@ def test_a_run_is_asked_about_another_recipe(
         with pytest.raises(LpqError, match=words):
             run(tiny(f"refused {index}", watch=2, what_if=other, baseline=False), console)
         assert not (tmp_path / f"refused {index}").exists()
-    words = "what_if = 'nvfp4' is for the statistics of --watch: add --watch 100, or ask about no recipe, --what-if ''"
+    words = "what_if = 'nvfp4' needs --watch 100; for no question: --what-if ''"
     with pytest.raises(TrainOptionError, match=words):
         resolve({"resume": True, "out": str(out), "watch": 0})
     assert resolve({"resume": True, "out": str(out), "watch": 0, "what_if": ""}).watch == 0
