@@ -100,7 +100,7 @@ docs: $(READY)  ## build the site into site/
 # A plugin that stays installed, as after an interrupt, would be one of every later command.
 check-example: $(READY)  ## install the example plugins, check them and train with one
 	trap '$(BIN)/python -m pip uninstall -qqq --yes lpq-int4 lpq-mean-split lpq-hot-channels' EXIT; \
-	trap 'exit 130' INT TERM; set -e; \
+	trap 'exit 130' INT TERM; set -e; export $(LEAN); \
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation examples/lpq-int4; \
 	$(LEAN) $(BIN)/python -m lpq check int4; \
 	rm -rf runs/example; \
