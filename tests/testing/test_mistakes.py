@@ -58,7 +58,8 @@ def reports(pytester: pytest.Pytester, select: str, *quantizers: type[Quantizer]
     """Return the reports on some formats of the tests of the kit that an expression selects."""
     asked = [f"--lpq-format={name_of(quantizer)}" for quantizer in quantizers]
     options = ["--pyargs", *modules_with(select), *asked, "-k", select, "--tb=short"]
-    ran = pytester.inline_run("-p", "no:cacheprovider", "-p", "no:xdist", *options, plugins=[Only()])
+    off = ("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:logging")
+    ran = pytester.inline_run(*off, *options, plugins=[Only()])
     made = ran.getreports("pytest_runtest_logreport")
     return [one for one in made if one.when == "call"]
 
