@@ -32,6 +32,8 @@ def _with_one_thread(self: Any, store: Any, rank: int, size: int, timeout: Any =
     how._devices, how._threads = [_device_of(os.getpid())], 1
     if timeout is not None:
         how._timeout = timeout
+    if "enable_reconfigure" in options:  # in torch 2.15
+        how.enable_reconfigure = options.pop("enable_reconfigure")
     _made(self, store, rank, size, how, **options)
 
 
