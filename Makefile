@@ -102,13 +102,13 @@ check-example: $(READY)  ## install the example plugins, check them and train wi
 	trap '$(BIN)/python -m pip uninstall -qqq --yes lpq-int4 lpq-mean-split lpq-hot-channels' EXIT; \
 	trap 'exit 130' INT TERM; set -e; export $(LEAN); \
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation examples/lpq-int4; \
-	$(LEAN) $(BIN)/python -m lpq check int4; \
+	$(BIN)/python -m lpq check int4; \
 	rm -rf runs/example; \
 	$(BIN)/python -m lpq train --recipe "fprop=int4, dgrad=mxfp8, wgrad=bf16" --steps 20 --no-baseline --out runs/example; \
 	$(BIN)/python -m pip uninstall --quiet --yes lpq-int4; \
 	for name in mean-split hot-channels; do \
 	  $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation examples/lpq-$$name; \
-	  $(LEAN) $(BIN)/python -m pytest --quiet -c /dev/null -p no:cacheprovider examples/lpq-$$name/tests; \
+	  $(BIN)/python -m pytest --quiet -c /dev/null -p no:cacheprovider examples/lpq-$$name/tests; \
 	  $(BIN)/python -m pip uninstall --quiet --yes lpq-$$name; \
 	done
 
