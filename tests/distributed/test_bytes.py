@@ -115,7 +115,7 @@ def _sharded(
     torch.manual_seed(0)
     net = _Linears(*(nn.Linear(cols, rows, bias=False) for rows, cols in SHAPES)).to(device)
     lpq.convert(net, recipe, weights="quantized" if weights == "masters" else weights)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)  # fp32 from torch 2.15 on
     for part in (*net, net):  # each on a mesh of its own: several meshes of the same ranks are no difference
         mesh = init_device_mesh(device, (dist.get_world_size(),))
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)

@@ -85,6 +85,7 @@ def test_compiled_of_each_kind(rank: int) -> None:
 
 
 @pytest.mark.starts
+@pytest.mark.skipif(torch.__version__ >= "2.15", reason="torch 2.15 makes no two waits one, so nothing is shared")
 def test_a_compiler_gathers_once_what_layers_share() -> None:
     """Also where its statistics span ranks."""
     from torch._dynamo.backends.common import aot_autograd
