@@ -158,16 +158,17 @@ def in_place_of(weight: Tensor, new: Tensor) -> Tensor:
     stored, new_part = local_part(weight), as_shard(local_part(new).detach())
     if isinstance(stored, QuantizedTensor):
         if not isinstance(new_part, QuantizedTensor):
-            remedy = (
-                "call model.to_empty(device=…) first, since PyTorch assigns to tensors on the meta device"
-                if weight.is_meta
-                else "load without assign=True, or with lpq.optim.load_high_precision"
-            )
+            remedy = "load without assign=True, or with lpq.optim.load_high_precision"
+            if weight.is_meta:
+                remedy = "call model.to_empty(device=…) first, since PyTorch assigns to tensors on the meta device"
             raise ValueError(
                 f"{stored.whose}a {list(weight.shape)} weight is stored as {stored.quantizer}, and an ordinary tensor "
                 f"cannot take its place: {remedy}, and it is encoded"
             )
         new_part.title, new_part.owner = stored.title, stored.owner
+    if isinstance(weight, DTensor) and not isinstance(new, DTensor):
+        remedy = "load by set_model_state_dict of torch.distributed.checkpoint.state_dict"
+        raise ValueError(f"a {list(weight.shape)} weight is sharded, and an ordinary tensor is not: {remedy}")
     return dtensor_as(new, new_part) if isinstance(new, DTensor) else new_part
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.parametrize import is_parametrized
 
 from lpq.nn.adopted_norms import release
@@ -54,8 +53,7 @@ def _former(layer: StatefulLayer) -> type[nn.Module] | None:
     """The class that ``lpq.convert`` found; None for a layer that was built as it is, or that a plugin made."""
     if isinstance(layer, Extension):
         return layer.lpq_bases[1]
-    by_torch = is_parametrized(layer) or isinstance(layer, FSDPModule)  # it made a class of the class
-    own = type(layer).__bases__[-1] if by_torch else type(layer)
+    own = next(c for c in type(layer).__mro__ if not c.__module__.startswith("torch."))  # as torch makes classes of it
     return nn.Linear if own is Linear else None
 
 

@@ -48,14 +48,13 @@ class WeightedLayer(StatefulLayer):
             destination[f"{prefix}weight"] = ordinary(self.weight)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        assigned = args[0].get("assign_to_params_buffers") and f"{prefix}weight" in state_dict
-        if assigned and self.gather is not None:
+        if self.gather is not None and args[0].get("assign_to_params_buffers") and f"{prefix}weight" in state_dict:
             state_dict[f"{prefix}weight"] = in_place_of(self.weight, state_dict[f"{prefix}weight"])
         errors, known = args[-1], len(args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)
         if self.gather is not None:
             why = f"{self.title}: delete losses and outputs of earlier passes, whose graph of autograd holds it: "
-            errors[known:] = [why + e if e.startswith("While swapping") else e for e in errors[known:]]
+            errors[known:] = [why + e if "weakref" in e or "use_count" in e else e for e in errors[known:]]
         self.claim_weight()  # with assign=True it is another one
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

@@ -1,4 +1,4 @@
-"""Notes of what runs fused, and a GPU that is imitated."""
+"""Notes of what runs fused, a GPU that is imitated, and a mesh."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from imitated_gpu import Gpu, imitated_gpu
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lpq.nn import fused_mlp, norms
 
@@ -45,3 +47,11 @@ def added(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def gpu() -> Iterator[Gpu]:
     with imitated_gpu() as gpu:
         yield gpu
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()

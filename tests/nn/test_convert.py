@@ -5,17 +5,16 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from counting import products
 from support.small_models import converted
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
@@ -214,14 +213,6 @@ def test_rules_that_never_hold_are_reported() -> None:
     assert unreached(*halves, {"match": ["blocks.0.[02]"], "recipe": "nvfp4"}) == (3,)
     text = str(lpq.report(lpq.convert(Net(), {"rules": [*halves, {"match": ["blocks.0.[02]"], "recipe": "nvfp4"}]})))
     assert "rule 3 never holds: the rules before it win at every step" in text
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """A mesh of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 NOTES = {

@@ -164,3 +164,22 @@ def test_what_another_recipe_remembers_of_more_steps_is_dropped(tmp_path: Any) -
     short(X).sum().backward()
     lpq.checkpoint.load(short, lpq.checkpoint.save(long, tmp_path), any_policy=True)
     assert not short[0].x_amax_history.any()
+
+
+@pytest.mark.parametrize("weights", [None, "high_precision", "quantized"])
+def test_a_parametrized_weight_is_computed_twice_by_another_conversion(weights: Any) -> None:
+    """For its shape and for its dtype: it was computed three or four times."""
+
+    class Doubled(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            calls.append(1)
+            return 2 * weight
+
+    model, calls = converted("mxfp8", 64, 64, 64), list[int]()
+    utils.parametrize.register_parametrization(model[0], "weight", Doubled())
+    calls.clear()
+    lpq.convert(model, "mxfp8", weights=weights)
+    assert len(calls) == 2
+    calls.clear()
+    model(X)
+    assert len(calls) == 1

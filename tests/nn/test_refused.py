@@ -10,6 +10,8 @@ import pytest
 import torch
 from support.small_models import converted, linears
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 import lpq
 from lpq import calibration, observe, optim, registry
@@ -205,6 +207,37 @@ def test_a_stored_weight_that_cannot_be_exchanged_by_a_loaded_one(monkeypatch: p
     del loss
     model.load_state_dict(state)
     assert model[1].weight.dequantize().gt(0.5).all()
+
+
+@pytest.mark.parametrize("weights", ["quantized", "high_precision"])
+def test_another_cause_of_torch_is_not_called_a_held_graph(
+    weights: Any, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ordinary tensors for sharded weights: whatever failed while torch exchanged tensors was said to be a graph."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    model, state = converted("mxfp8", 64, 64, weights=weights), linears(64, 64).state_dict()
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(RuntimeError, match=r'While swapping the parameter named "0\.weight"') as raised:
+        model.load_state_dict(state)
+    assert "delete losses" not in str(raised.value)
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_an_ordinary_tensor_is_not_assigned_to_a_sharded_weight(
+    swaps: bool, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP2 ended in an AttributeError, as "'WeightShard' object has no attribute '_local_tensor'"."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", swaps)
+    model, state = converted("mxfp8", 64, 64, weights="high_precision"), linears(64, 64).state_dict()
+    own = {name: value + 1 for name, value in fully_shard(model, mesh=mesh).state_dict().items()}
+    before = {name: value.to_local().clone() for name, value in model.state_dict().items()}
+    with pytest.raises(
+        ValueError, match=r"a \[64, 64\] weight is sharded, and an ordinary tensor is not: load by set_"
+    ):
+        model.load_state_dict(state, assign=True)
+    assert all(torch.equal(value.to_local(), before[name]) for name, value in model.state_dict().items())
+    model.load_state_dict(own, assign=True)
+    assert all(torch.equal(value.to_local(), before[name] + 1) for name, value in model.state_dict().items())
 
 
 # ------------------------------------------------------------------------------------------ inputs of a layer

@@ -10,6 +10,8 @@ import torch
 from support.hugging_face import small
 from support.small_models import LlamaMlp, Normed, converted, linears
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, parametrize
 
 import lpq
@@ -120,6 +122,19 @@ def test_what_cannot_be_restored_is_refused_and_unchanged() -> None:
     assert [type(layer) for layer in lpq.restore(model)] == [nn.Linear, nn.Linear]
     model = converted("mxfp8", 64, 64)
     with lpq.hold_weights(model), pytest.raises(ValueError, match=r"leave lpq\.hold_weights"):
+        lpq.restore(model)
+
+
+@pytest.mark.parametrize("first", ["fully_shard", "weight_norm"])
+def test_the_cause_is_named_where_torch_changed_the_class_twice(first: str, mesh: DeviceMesh) -> None:
+    """It was called a layer that a user or a plugin had built."""
+    model = converted("mxfp8", 64, 64)
+    if first == "weight_norm":
+        parametrizations.weight_norm(model[0])
+    fully_shard(model[0], mesh=mesh)
+    if first == "fully_shard":
+        parametrizations.weight_norm(model[0])
+    with pytest.raises(ValueError, match=r"0 \(.*\) cannot be restored: it was parametrized since: call"):
         lpq.restore(model)
 
 
