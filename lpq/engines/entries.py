@@ -49,8 +49,7 @@ class Multiplied:
         if self.x is None or not (side := self.x.side("row")).state:
             return self.imported
         stats = recall(self.x, side, None, self.memories.get("x", {}))
-        whole = [value for stat, value in zip(side.stats, stats, strict=True) if stat.block == (None, None)]
-        return whole[0] if whole else None
+        return next((value for stat, value in zip(side.stats, stats, strict=True) if stat.block == (None, None)), None)
 
 
 class Stored(NamedTuple):
@@ -97,7 +96,7 @@ class FileEntry:
         if (part := whole.narrow(0, start, stop)) is None:
             raise CheckpointError(
                 f"{self.name} is rows {start} to {stop} of a matrix that is encoded as one, and they cut blocks of "
-                f"{whole.quantizer}: keep the layer in high precision, leave=[…]"
+                f"{whole.quantizer}: keep these experts in high precision, leave=['{self.name.rsplit('.', 3)[0]}.*']"
             )
         return part
 

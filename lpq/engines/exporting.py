@@ -142,9 +142,8 @@ class Export:
             directory = ranks.each(lambda: begin() if ranks.rank == 0 else None)
             with directory.discarded_on_error() if directory is not None else nullcontext():
                 _write(plan, directory, ranks, siblings)
-        layers = {group.title: group.layers for group in plan.groups}
         notes = (*plan.notes, *source.notes, *no_model, *remarks)
-        return Exported(target, layout, layers, plan.left, notes, plan.readers)
+        return Exported(target, layout, {g.title: g.layers for g in plan.groups}, plan.left, notes, plan.readers)
 
     def stream(
         self,
@@ -210,7 +209,7 @@ def _planned(
         if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int) or shard_bytes < 1:
             raise CheckpointError(f"shard_bytes={shard_bytes!r}: it is the most bytes of one file, as {SHARD:_}")
         source = _source(model, dtype, ranks)
-        return planned(source.entries, layout, source.linear, input_amax, leave, siblings), source
+        return planned(source.entries, layout, source.linear, input_amax, leave, siblings, source.notes), source
 
     _check_ranks(model, f"{target.absolute() if target else 'a stream'} in the layout {layout}", ranks)
     plan, source = ranks.each(prepare)

@@ -121,6 +121,7 @@ def planned(
     input_amax: Mapping[str, Tensor | float] | None,
     leave: Sequence[str],
     siblings: Siblings,
+    unread: Sequence[str] = (),  # why layers that train quantized lie in high precision
 ) -> ExportPlan:
     """Find the place of each tensor. ``linear``: the layers that an engine takes for linear ones, but for a set."""
     own_layout = layout_named(layout)
@@ -139,7 +140,8 @@ def planned(
             key = id(tensor.scheme), tensor.inputs.quantizer if tensor.inputs is not None else None
             by_scheme.setdefault(key, (tensor.scheme, tensor.inputs, []))[2].append(tensor.layer)
     if not by_scheme:
-        raise CheckpointError("no layer has a quantized weight of [out, in]: convert the model first, lpq.convert")
+        why = [f"leave={[*leave]} keeps them all"] if quantized else unread or ["convert the model first, lpq.convert"]
+        raise CheckpointError(f"no layer has a quantized weight of [out, in]: {'; '.join(why)}")
     groups = tuple(Group(scheme, inputs, tuple(layers)) for scheme, inputs, layers in by_scheme.values())
     apart = [t.layer for t in assigned if t.entry.layer is not None and t.scheme is None]
     left = tuple(dict.fromkeys([*linear({layer for group in groups for layer in group.layers}), *apart]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -287,8 +288,14 @@ def test_experts_that_engines_have_no_layers_for_stay_in_one_tensor_and_that_is_
     assert "model.layers.0.mlp.experts" in done.left
     assert "model.layers.0.mlp.experts.gate_up_proj" in tensors(tmp_path / "x")
     narrow = lpq.convert(fused("Qwen3Moe", moe_intermediate_size=96), policy("fp8-block"))
-    with pytest.raises(CheckpointError, match=r"experts\.0\.gate_proj\.weight is rows 0 to 96 .* cut blocks of fp8"):
+    cut = pytest.raises(CheckpointError, match=r"experts\.0\.gate_proj\.weight is rows 0 to 96 .* cut blocks of fp8")
+    with cut as refused:
         lpq.export(narrow, tmp_path / "y", layout="fp8-block")
+    found = re.search(r"leave=\['(.*)'\]$", str(refused.value))
+    assert found is not None
+    leave = [found[1].replace(".0.", ".*.")]
+    (layers,) = lpq.export(narrow, tmp_path / "y", layout="fp8-block", leave=leave).layers.values()
+    assert not any("experts" in name for name in layers)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -480,5 +480,8 @@ def test_layers_of_in_by_out_stay_in_high_precision_and_that_is_said(tmp_path: P
         found = tensors(made.path)
         assert torch.equal(found["c.weight"], net["c"].weight)
         assert {"up.weight_scale"} == {name for name in found if "scale" in name}
-    with pytest.raises(CheckpointError, match=r"no layer has a quantized weight of \[out, in\]"):
-        lpq.export(lpq.convert(nn.Sequential(utils.Conv1D(64, 64)), "fp8-row"), tmp_path / "x")
+    alone = lpq.convert(nn.Sequential(utils.Conv1D(64, 64)), "fp8-row")
+    lpq.checkpoint.save(alone, tmp_path / "alone")
+    for source in (alone, tmp_path / "alone"):
+        with pytest.raises(CheckpointError, match=r"quantized weight of \[out, in\]: the weights of 0 are \[in, out\]"):
+            lpq.export(source, tmp_path / "x")
