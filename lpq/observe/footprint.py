@@ -102,14 +102,15 @@ def memory(
     check_whole("memory", 1, NumericsError, ranks=1 if ranks is None else ranks)
     if not isinstance(param_dtype, torch.dtype | None):
         raise TypeError(f"memory: param_dtype={param_dtype!r}: it is a dtype, such as torch.bfloat16, or None")
-    if not isinstance(moments, Mapping | None):
-        raise TypeError(f"memory: moments={brief(moments)}: it has the format of each state, as in {{{FIRST!r}: '…'}}")
+    given: Any = {} if moments is None else moments.items() if isinstance(moments, Mapping) else [(None, moments)]
+    if not all(name in (FIRST, SECOND) and isinstance(form, str | Quantizer) for name, form in given):
+        raise TypeError(f"memory: moments={brief(moments)}: it has a format for {FIRST!r}, for {SECOND!r}, or for both")
     if not isinstance(blocks, Iterable):
         raise TypeError(f"memory: blocks is a {type(blocks).__name__}: it lists modules of the model, as [model.layer]")
     for layer in converted(model):
         if getattr(layer, "layouts", None) is not None or getattr(layer, "dispatched", None) is not None:
             raise ValueError(f"memory counts what FSDP2 shards: call it before a style shares out {layer.title}")
-    forms = _forms(tuple(moments.items())) if moments else {}
+    forms = _forms(tuple(given)) if given else {}
     over = ranks or next((p.device_mesh.size(-1) for p in model.parameters() if isinstance(p, DTensor)), 1)
     gathered = (m for m in model.modules() if isinstance(m, Layer) and m.gather is not None)
     layers = {id(m._parameters.get("weight")): m for m in gathered}
@@ -178,9 +179,8 @@ def _of(
 
 @registry.cached
 def _forms(moments: tuple[tuple[str, str | Quantizer], ...]) -> Mapping[str, StateForm]:
-    """How these states of AdamW are stored; a name or a format that does not serve is an error."""
-    formats: dict[str, Any] = dict(moments)
-    return QuantizedStates(torch.optim.AdamW([torch.zeros(1, dtype=torch.float32)]), **formats).forms
+    """How these states of AdamW are stored; a format that does not serve is an error."""
+    return QuantizedStates(torch.optim.AdamW([torch.zeros(1, dtype=torch.float32)]), **dict[str, Any](moments)).forms
 
 
 def _moment(p: Tensor, here: int, dtype: torch.dtype, form: StateForm | None) -> int:

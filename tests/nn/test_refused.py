@@ -84,7 +84,7 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "memory of moments in a format": (
         lambda: observe.memory(NET, moments="mxfp8"),  # type: ignore[arg-type]
         TypeError,
-        r"memory: moments='mxfp8': it has the format of each state, as in \{'exp_avg': '…'\}",
+        "memory: moments='mxfp8': it has a format for 'exp_avg', for 'exp_avg_sq', or for both",
     ),
     "memory of one block": (
         lambda: observe.memory(NET, blocks=NET[0]),  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -131,8 +132,24 @@ def test_moments_are_counted_as_they_are_stored() -> None:
     assert held < first < memory(model).moments
     by_ranks = [memory(model, ranks, moments=formats).moments for ranks in (1, 4)]
     assert by_ranks[0] == 4 * by_ranks[1]
-    with pytest.raises(ValueError, match="got a format for 'exp_avgs', and AdamW keeps"):
-        memory(model, moments={"exp_avgs": "mxfp8"})
+
+
+ODD = (
+    {"exp_avgs": "mxfp8"},
+    {"least": 0},
+    {"optimizer": "mxfp8"},
+    {1: "mxfp8"},
+    {"exp_avg": None},
+    {"exp_avg": ["mxfp8"]},
+)
+
+
+@pytest.mark.parametrize("moments", ODD, ids=str)
+def test_moments_that_adam_has_not_or_that_have_no_format_are_refused(moments: Any) -> None:
+    """An option of ``QuantizedStates``, as ``least``, was taken for a state, and others ended in words of Python."""
+    words = re.escape(f"memory: moments={moments}: it has a format for 'exp_avg', for 'exp_avg_sq', or for both")
+    with pytest.raises(TypeError, match=words):
+        memory(nn.Linear(64, 64), moments=moments)
 
 
 def test_a_uneven_parameter_is_padded_where_it_travels() -> None:
