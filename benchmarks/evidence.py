@@ -9,6 +9,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lpq
@@ -28,9 +29,14 @@ MARK = re.compile(r"(<!-- curves: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTAL
 """``<!-- curves: FOLDER WHAT -->`` … ``<!-- end -->``: WHAT is a table, how it was made, or how the loss is counted."""
 
 
+def folders() -> list[Path]:
+    """The folders of trainings."""
+    return [path for path in sorted(CURVES.iterdir()) if path.is_dir()]
+
+
 def read() -> dict[str, list[Training]]:
     """The trainings of all folders."""
-    return {path.name: trainings.read_all(path) for path in sorted(CURVES.iterdir()) if path.is_dir()}
+    return {path.name: trainings.read_all(path) for path in folders()}
 
 
 def filled(page: str, found: Mapping[str, Sequence[Training]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,69 +16,74 @@ from lpq.registry import shipped
 from lpq.train import beside, gaps, trainings
 from lpq.train.errors import TrainError
 
-FOUND = evidence.read()
 README = " ".join((evidence.DOCS.parent / "README.md").read_text(encoding="utf-8").split())
+
+
+@cache
+def curves() -> dict[str, list[trainings.Training]]:
+    """All that are stored: 2,200 files, which each process that collects the tests would read for a second."""
+    return evidence.read()
 
 
 def test_the_pages_show_the_stored_curves() -> None:
     pages = [page.read_text(encoding="utf-8") for page in evidence.PAGES]
-    assert [evidence.filled(page, FOUND) for page in pages] == pages, "python -m benchmarks.evidence"
+    assert [evidence.filled(page, curves()) for page in pages] == pages, "python -m benchmarks.evidence"
     page = "".join(pages)
     shown = {(match[2], match[3]) for match in evidence.MARK.finditer(page)}
-    assert {name for name, _ in shown} <= set(FOUND), "the page shows curves of which there is no file"
-    for name in FOUND:
+    assert {name for name, _ in shown} <= set(curves()), "the page shows curves of which there is no file"
+    for name in curves():
         assert {(name, "table"), (name, "made")} <= shown, f"{name} is stored, and no page shows it"
         assert f"assets/evidence-{name}.svg" in page
 
 
 def test_every_recipe_and_every_policy_was_trained() -> None:
-    assert {*lpq.registry.recipes(), *shipped.policies()} <= {t.title for found in FOUND.values() for t in found}
+    assert {*lpq.registry.recipes(), *shipped.policies()} <= {t.title for found in curves().values() for t in found}
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", [folder.name for folder in evidence.folders()])
 def test_each_command_is_told_once_as_it_works_anywhere(name: str) -> None:
-    (block,) = re.findall(r"```text\n(.*)\n```", evidence.made(FOUND[name]), re.DOTALL)
+    (block,) = re.findall(r"```text\n(.*)\n```", evidence.made(curves()[name]), re.DOTALL)
     commands = block.splitlines()
     assert len(commands) == len({*commands})
     assert all(re.match(r"(?:\w+=\S+ )*(?:torchrun .*|python )-m (?:lpq|benchmarks)\b", line) for line in commands)
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", [folder.name for folder in evidence.folders()])
 def test_no_seed_is_left_out(name: str) -> None:
     """Seeds count from 0, and each has its baseline."""
-    base = {t.seed for t in FOUND[name] if t.baseline}
+    base = {t.seed for t in curves()[name] if t.baseline}
     assert base == {*range(len(base))}
-    for title in {t.title for t in FOUND[name]}:
-        own = {t.seed for t in FOUND[name] if t.title == title}
+    for title in {t.title for t in curves()[name]}:
+        own = {t.seed for t in curves()[name] if t.title == title}
         assert own == {*range(len(own))}, title
         assert own <= base, title
-    assert len({t.text for t in FOUND[name]}) == 1
+    assert len({t.text for t in curves()[name]}) == 1
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", [folder.name for folder in evidence.folders()])
 def test_lpq_compare_has_a_table_of_the_stored_curves(name: str) -> None:
     """Control: not if one of them were of another text."""
-    *others, last = FOUND[name]
+    *others, last = curves()[name]
     assert others
     trainings.refuse_mixed([*others, last], evidence.CURVES / name)
     with pytest.raises(TrainError, match="another text"):
         trainings.refuse_mixed([*others, replace(last, text="another")], evidence.CURVES / name)
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", [folder.name for folder in evidence.folders()])
 def test_a_figure_has_every_recipe(name: str) -> None:
     figure = (evidence.CHARTS / f"evidence-{name}.svg").read_text(encoding="utf-8")
-    for title in (gap.title for gap in gaps.gaps(FOUND[name]) if gap.mean is not None):
+    for title in (gap.title for gap in gaps.gaps(curves()[name]) if gap.mean is not None):
         assert title in re.sub(r"\s+", " ", figure)
 
 
 def test_a_mark_without_curves_stays(tmp_path: Path) -> None:
     page = "<!-- curves: none table -->\nkept\n<!-- end -->\n"
-    assert evidence.filled(page, FOUND) == page
+    assert evidence.filled(page, curves()) == page
 
 
 def test_the_page_tells_the_gaps_of_each_seed() -> None:
-    found = FOUND["h200-60m"]
+    found = curves()["h200-60m"]
     base = {t.seed: t.held_out[-1][1] for t in found if t.baseline}
     apart: dict[str, list[float]] = {}
     for one in sorted(found, key=lambda t: t.seed):
@@ -133,12 +139,12 @@ def test_sentences_have_the_intervals_of_the_tables() -> None:
         return " ".join(" ".join((evidence.DOCS / name).read_text(encoding="utf-8").split()) for name in names)
 
     def share(folder: str, title: str, seeds: int = 1000) -> str:
-        part = beside.closed([t for t in FOUND[folder] if t.seed < seeds], title, "nvfp4")
+        part = beside.closed([t for t in curves()[folder] if t.seed < seeds], title, "nvfp4")
         assert part is not None
         return f"{100 * part.share:.0f} % ± {100 * part.half:.0f} %"
 
     def less(first: int, last: int) -> str:
-        found = beside.beside([t for t in FOUND["oscillation"] if first <= t.seed < last], "nvfp4")
+        found = beside.beside([t for t in curves()["oscillation"] if first <= t.seed < last], "nvfp4")
         (one,) = (gap for gap in found if gap.title == "nvfp4 with resets")
         assert one.mean is not None
         assert one.half is not None
@@ -159,11 +165,11 @@ def test_sentences_have_the_intervals_of_the_tables() -> None:
 
 def test_a_searched_policy_is_beside_every_recipe_that_is_as_fast() -> None:
     """Those that were not trained are told, so that a policy cannot win by what it was compared with."""
-    _, _, *lines = evidence.within_time(FOUND["searched"], "searched").splitlines()
+    _, _, *lines = evidence.within_time(curves()["searched"], "searched").splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     told = {row[0]: row[-1] for row in rows}
     assert {"nvfp4", "nvfp4-four-over-six"} == {title for title, shown in told.items() if shown == "not trained"}
-    assert {t.title for t in FOUND["searched"] if not t.baseline} <= {*told}
+    assert {t.title for t in curves()["searched"] if not t.baseline} <= {*told}
     assert not {"mxfp8", "fp8-current", "bf16"} & {*told}, "they are slower"
     speeds = [float(row[1]) for row in rows]
     assert speeds == sorted(speeds, reverse=True)
@@ -171,7 +177,7 @@ def test_a_searched_policy_is_beside_every_recipe_that_is_as_fast() -> None:
 
 def test_a_policy_is_better_than_each_uniform_recipe_of_its_time() -> None:
     """The page says so. All have every seed that was planned, and a recipe that was not trained is told."""
-    found = FOUND["searched-between"]
+    found = curves()["searched-between"]
     assert {(t.title, t.seed) for t in found} == {(t.title, seed) for t in found for seed in range(16)}
     assert not any(t.diverged for t in found)
     _, _, *lines = evidence.BETWEEN(found).splitlines()
