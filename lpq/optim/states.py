@@ -376,6 +376,11 @@ def _forms(optimizer: Optimizer, formats: dict[str, str | Quantizer]) -> dict[st
     for name, text in formats.items():
         if name not in kinds:
             raise OptionError(f"QuantizedStates got a format for {name!r}, and {has}: {suggestion(name, kinds)}")
+        if not isinstance(text, str | Quantizer):
+            raise OptionError(
+                f"QuantizedStates got {name}={brief(text)}: give a format, or leave {name} out, which then "
+                "stays as it is"
+            )
         quantizer: Quantizer = registry.quantizer(text).side("row")
         second = kinds[name].second
         if kinds[name].sums:

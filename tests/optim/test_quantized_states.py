@@ -289,9 +289,10 @@ def test_a_second_moment_falls_without_a_gradient() -> None:
         ({"exp_avg_sq": "mxfp8"}, "cannot store exp_avg_sq of AdamW as mxfp8: what falls by a factor of 0.9995"),
         ({"exp_avg": "nvfp4(stochastic=true)"}, "cannot store exp_avg of AdamW .*: it rounds at random"),
         ({"exp_avg": "mxfp9"}, "mxfp9"),
+        ({"exp_avg": "mxfp8", "exp_avg_sq": None}, "got exp_avg_sq=None: give a format.*or leave exp_avg_sq out"),
     ],
 )
-def test_formats_that_do_not_fit_are_refused_in_words(formats: dict[str, str], says: str) -> None:
+def test_formats_that_do_not_fit_are_refused_in_words(formats: dict[str, Any], says: str) -> None:
     with pytest.raises((OptionError, LookupError), match=says):
         QuantizedStates(AdamW(_params()), **formats)
 
