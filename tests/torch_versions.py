@@ -1,9 +1,9 @@
-"""Run the core of the suite with several versions of torch, each in an environment of its own.
+"""Run the suite with several versions of torch, each in an environment of its own.
 
-``python tests/torch_versions.py 2.11 2.13 2.14`` makes ``.venv/torch-2.11`` and so on, once each, runs the tests that
-start no process and no compiler, and ends with a line for each version. What follows ``--`` goes to pytest, as
-``-- tests/nn -x``. A version that cannot be installed is a failure. ``--record`` notes the results in
-``tests/torch_versions.json``, each with its date.
+``python tests/torch_versions.py 2.11 2.13 2.14`` makes ``.venv/torch-2.11`` and so on, once each, runs the whole suite,
+since each torch brings another Triton and another compiler as well, and ends with a line for each version. What follows
+``--`` goes to pytest, as ``-- tests/nn -x``. A version that cannot be installed is a failure. ``--record`` notes the
+results in ``tests/torch_versions.json``, each with its date.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_suffix(".json")
 INDEX = "https://download.pytorch.org/whl/cpu"
-CORE = (
-    "tests/formats", "tests/operations", "tests/tensor", "tests/registry", "tests/recipes", "tests/nn",
-    "tests/torch_private", "tests/views",
-)  # fmt: skip
+WHOLE = ("tests",)
 
 
 def environment(version: str, index: str) -> Path | None:
@@ -47,10 +44,10 @@ def environment(version: str, index: str) -> Path | None:
     return python
 
 
-def core(python: Path, workers: int, arguments: list[str]) -> tuple[int, str]:
+def suite(python: Path, workers: int, arguments: list[str]) -> tuple[int, str]:
     """The exit status of the tests, and pytest's last line."""
-    lean = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [python, "-m", "pytest", "-q", "-n", str(workers), "-m", "not starts and not slow", *(arguments or CORE)]
+    lean = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+    command = [python, "-m", "pytest", "-q", "-n", str(workers), "--dist", "worksteal", *(arguments or WHOLE)]
     done = subprocess.run(command, cwd=ROOT, env=lean, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         print(done.stdout)
@@ -82,10 +79,10 @@ def main() -> int:
     failed, lines = 0, []
     for version in options.versions:
         python = environment(version, options.index)
-        status, line = (1, "it cannot be installed") if python is None else core(python, options.workers, rest)
+        status, line = (1, "it cannot be installed") if python is None else suite(python, options.workers, rest)
         failed |= status != 0
         if options.record and python is not None:
-            record(version, python, rest or CORE, line)
+            record(version, python, rest or WHOLE, line)
         lines.append(f"torch {version}: {line}")
     print("\n".join(lines))
     return failed
