@@ -100,7 +100,7 @@ def model_of(
             unit[i] = lpq.convert(unit[i], other if i < different else recipe, weights=gathered)  # type: ignore
     if not different:
         lpq.convert(model, recipe, weights=gathered)  # type: ignore[arg-type]
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)  # fp32 from torch 2.15 on
     for unit in model:
         fully_shard(unit, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
