@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import costly
 import failing
@@ -74,24 +73,6 @@ def pytest_collection() -> Iterator[None]:
         atexit.register(gc.unfreeze)  # libraries count what is left of theirs
 
 
-WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-PLACES = pytest.StashKey[int]()
-"""The place of a file or folder among those of the tests."""
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[Any]:
-    """Let each worker collect from another folder on, and find most of the others compiled: what it imports first is
-    compiled then, and the tests' own assertions are rewritten. Their order is mended below."""
-    report = yield
-    if WORKERS > 1 and collector.path == Path(__file__).parent:
-        for place, node in enumerate(report.result):
-            node.stash[PLACES] = place
-        first = len(report.result) * int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) // WORKERS
-        report.result = [*report.result[first:], *report.result[:first]]
-    return report
-
-
 @pytest.fixture
 def register() -> Iterator[Callable[..., object]]:
     """Register plugins in this process, which forgets them after the test."""
@@ -127,14 +108,11 @@ def pytest_sessionfinish() -> None:
     gc.freeze()
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Give the tests the order that they have in one process, and share them out when others have changed it."""
-    if WORKERS > 1:
-        items.sort(key=lambda item: max(node.stash.get(PLACES, -1) for node in item.listchain()))
-    yield
-    if WORKERS > 1:
-        items[:] = costly.shared_out(items, WORKERS)
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
+    if workers > 1:
+        items[:] = costly.shared_out(items, workers)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
