@@ -69,9 +69,9 @@ def check_weights(
     for name, module in layers.items():
         schedule = schedules[name]
         quantizers = [recipe.w if recipe is not None else None for _, recipe in schedule.pieces]
-        weight = sharded.get(module, module._parameters.get("weight", vars(module).get("weight")))
-        if weight is None or not (any(quantizers) or isinstance(module, Layer)):  # a parametrization computes it
+        if not any(quantizers) and not isinstance(module, Layer):
             continue
+        weight = sharded.get(module, module.weight)
         if any(quantizers) and hasattr(weight, "device_mesh"):
             from lpq.distributed.tensor_parallel import STYLED
 
@@ -135,7 +135,7 @@ def _check_stored(
 
 def _sharded(model: nn.Module, layers: Iterable[Layer], weights: Weights | None) -> dict[nn.Module, Tensor]:
     """The weights that FSDP2 shards, as the optimizer has them: a layer itself may have the gathered one at present."""
-    if weights is None and all(type(layer._parameters.get("weight")) in (nn.Parameter, type(None)) for layer in layers):
+    if weights is None and all(type(layer.weight) is nn.Parameter for layer in layers):
         return {}  # for ordinary weights there is nothing to find out, and FSDP2 need not be imported
     from lpq.torch_private.fsdp import outermost, sites
 
@@ -198,7 +198,7 @@ def replace_parameter(module: nn.Module, key: str, tensor: Tensor) -> None:
 
 def why_none_stored(model: nn.Module, ranks: int | None) -> str | None:
     """Why no weight of the model is stored quantized; None if one is."""
-    if any(layer.stores_weight for _, layer, _ in _layers(model)):
+    if any(_stored(layer.weight) is not None for _, layer, _ in _layers(model)):
         return None
     notes = [f"{name or 'the model'}: {note}" for name, note in weight_notes(model, ranks)]
     return first_few(notes, "; ") or "no linear layer has a recipe"

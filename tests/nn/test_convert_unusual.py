@@ -11,6 +11,8 @@ import torch
 from support.hugging_face import small
 from support.small_models import converted, linears
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import utils
 from torch.nn.utils import prune
 from transformers.pytorch_utils import Conv1D
@@ -166,20 +168,11 @@ def test_what_another_recipe_remembers_of_more_steps_is_dropped(tmp_path: Any) -
     assert not short[0].x_amax_history.any()
 
 
-@pytest.mark.parametrize("weights", [None, "high_precision", "quantized"])
-def test_a_parametrized_weight_is_computed_twice_by_another_conversion(weights: Any) -> None:
-    """For its shape and for its dtype: it was computed three or four times."""
-
-    class Doubled(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            calls.append(1)
-            return 2 * weight
-
-    model, calls = converted("mxfp8", 64, 64, 64), list[int]()
-    utils.parametrize.register_parametrization(model[0], "weight", Doubled())
-    calls.clear()
-    lpq.convert(model, "mxfp8", weights=weights)
-    assert len(calls) == 2
-    calls.clear()
-    model(X)
-    assert len(calls) == 1
+@pytest.mark.parametrize("weights", ["high_precision", "quantized"])
+def test_a_weight_that_is_parametrized_and_sharded_is_not_prepared(weights: Any, mesh: DeviceMesh) -> None:
+    """Its parametrization computes a DTensor, as the layer sees it."""
+    model = converted("mxfp8", 64, 64)
+    utils.parametrizations.weight_norm(model[0])
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(ValueError, match="0: its weight is sharded already; call"):
+        lpq.convert(model, "mxfp8", weights=weights)
