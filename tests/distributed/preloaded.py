@@ -8,16 +8,10 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import tempfile
-import warnings
 from contextlib import suppress
 
-import _hypothesis_pytestplugin  # noqa: F401  (it warns where something was drawn before it is imported)
 import gloo_threads  # noqa: F401  (groups that are made later have one thread)
 import torch
-from hypothesis import given, settings, strategies
-from hypothesis.configuration import set_hypothesis_home_dir
-from hypothesis.errors import HypothesisSideeffectWarning
 from seeding import seed_the_cpu_alone
 from torch._dynamo.utils import counters
 from torch._inductor.exc import InductorError
@@ -37,13 +31,6 @@ def compile_once() -> None:
     counters.clear()
 
 
-@settings(max_examples=5, database=None)
-@given(strategies.integers())
-def draw(_: int) -> None:
-    """Have hypothesis look for numbers in the sources of lpq's modules, as it does once in a process, for a second.
-    The first example is drawn without them."""
-
-
 if hasattr(os, "SCHED_BATCH"):
     # A thread that wakes up takes no processor from another one. Else gloo's thread that reads takes it from one that
     # wrote and still holds a lock, for which it asks again and again, ten million times in half a minute of tests.
@@ -55,11 +42,6 @@ gc.set_threshold(SELDOM)
 torch.ones((), requires_grad=True).backward()
 with suppress(InductorError):  # as without a compiler of C++: the tests that compile tell of it
     compile_once()
-with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-    warnings.simplefilter("ignore", HypothesisSideeffectWarning)  # that pytest's plugin is not initialized yet
-    set_hypothesis_home_dir(folder)  # and not where this process starts
-    draw()
-set_hypothesis_home_dir(None)
 gc.collect()
 gc.freeze()
 gc.enable()
