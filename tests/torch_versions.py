@@ -1,9 +1,9 @@
 """Run the suite with several versions of torch, each in an environment of its own.
 
 ``python tests/torch_versions.py 2.11 2.13 2.14`` makes ``.venv/torch-2.11`` and so on, once each, runs the whole suite,
-since each torch brings another Triton and another compiler as well, and ends with a line for each version. What follows
-``--`` goes to pytest, as ``-- tests/nn -x``. A version that cannot be installed is a failure. ``--record`` notes the
-results in ``tests/torch_versions.json``, each with its date.
+since each torch brings another Triton and another compiler as well, and ends with a line for each version. Arguments
+behind ``--`` go to pytest, as ``-- tests/nn -x``. A version that cannot be installed is a failure. ``--record`` notes
+the results in ``tests/torch_versions.json``, each with its date.
 """
 
 from __future__ import annotations

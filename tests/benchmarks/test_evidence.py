@@ -16,6 +16,7 @@ from lpq.registry import shipped
 from lpq.train import beside, gaps, trainings
 from lpq.train.errors import TrainError
 
+FOLDERS = [folder.name for folder in evidence.folders()]
 README = " ".join((evidence.DOCS.parent / "README.md").read_text(encoding="utf-8").split())
 
 
@@ -30,7 +31,7 @@ def test_the_pages_show_the_stored_curves() -> None:
     assert [evidence.filled(page, curves()) for page in pages] == pages, "python -m benchmarks.evidence"
     page = "".join(pages)
     shown = {(match[2], match[3]) for match in evidence.MARK.finditer(page)}
-    assert {name for name, _ in shown} <= set(curves()), "the page shows curves of which there is no file"
+    assert {name for name, _ in shown} <= set(curves()), "the page shows curves that no file has"
     for name in curves():
         assert {(name, "table"), (name, "made")} <= shown, f"{name} is stored, and no page shows it"
         assert f"assets/evidence-{name}.svg" in page
@@ -40,7 +41,7 @@ def test_every_recipe_and_every_policy_was_trained() -> None:
     assert {*lpq.registry.recipes(), *shipped.policies()} <= {t.title for found in curves().values() for t in found}
 
 
-@pytest.mark.parametrize("name", [folder.name for folder in evidence.folders()])
+@pytest.mark.parametrize("name", FOLDERS)
 def test_each_command_is_told_once_as_it_works_anywhere(name: str) -> None:
     (block,) = re.findall(r"```text\n(.*)\n```", evidence.made(curves()[name]), re.DOTALL)
     commands = block.splitlines()
@@ -48,7 +49,7 @@ def test_each_command_is_told_once_as_it_works_anywhere(name: str) -> None:
     assert all(re.match(r"(?:\w+=\S+ )*(?:torchrun .*|python )-m (?:lpq|benchmarks)\b", line) for line in commands)
 
 
-@pytest.mark.parametrize("name", [folder.name for folder in evidence.folders()])
+@pytest.mark.parametrize("name", FOLDERS)
 def test_no_seed_is_left_out(name: str) -> None:
     """Seeds count from 0, and each has its baseline."""
     base = {t.seed for t in curves()[name] if t.baseline}
@@ -60,7 +61,7 @@ def test_no_seed_is_left_out(name: str) -> None:
     assert len({t.text for t in curves()[name]}) == 1
 
 
-@pytest.mark.parametrize("name", [folder.name for folder in evidence.folders()])
+@pytest.mark.parametrize("name", FOLDERS)
 def test_lpq_compare_has_a_table_of_the_stored_curves(name: str) -> None:
     """Control: not if one of them were of another text."""
     *others, last = curves()[name]
@@ -70,7 +71,7 @@ def test_lpq_compare_has_a_table_of_the_stored_curves(name: str) -> None:
         trainings.refuse_mixed([*others, replace(last, text="another")], evidence.CURVES / name)
 
 
-@pytest.mark.parametrize("name", [folder.name for folder in evidence.folders()])
+@pytest.mark.parametrize("name", FOLDERS)
 def test_a_figure_has_every_recipe(name: str) -> None:
     figure = (evidence.CHARTS / f"evidence-{name}.svg").read_text(encoding="utf-8")
     for title in (gap.title for gap in gaps.gaps(curves()[name]) if gap.mean is not None):
