@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial, reduce
-from operator import or_
-from typing import Any, NamedTuple
+from operator import attrgetter, or_
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,12 +101,6 @@ class Work(NamedTuple):
     gradient: Tensor
     m: QuantizedTensor
     root: QuantizedTensor
-    buffers: list[Tensor]
-    """Codes and scales of both moments."""
-
-    def is_contiguous(self) -> bool:
-        """Whether a kernel can write what is written."""
-        return all(map(Tensor.is_contiguous, (self.p, *self.buffers)))
 
 
 @dataclass(slots=True)
@@ -117,11 +111,17 @@ class StepLaunch:
     tiles: Tiles
     aligned: bool
     """Whether all addresses, and the columns, are multiples of ``ALIGNMENT``."""
+    tensors: tuple[Tensor, ...]
+    """The first parameter, its gradient, and codes and scales of both moments."""
     works: list[Work] = field(default_factory=list)
     entries: list[tuple[int, ...]] = field(default_factory=list)
     """The addresses of each parameter, its gradient and its buffers, and its rows and columns."""
     size: int = 0
     """The elements of all parameters."""
+
+
+Outcome = Literal["stepped", "again", "no kernel"]
+"""``again``: a parameter that was given before, whose next step comes when this one is done."""
 
 
 class StepLaunches:
@@ -138,39 +138,45 @@ class StepLaunches:
         self, first: Quantizer, second: Quantizer, least: LeastKept | None, stepped: Callable[[list[Work]], None]
     ) -> None:
         self._tiles = cache(partial(tiles, first, second, least))
+        self._first, self._second = attrgetter(*first.names), attrgetter(*second.names)
         self._stepped = stepped
         self._waiting: dict[Hashable, StepLaunch] = {}
         self._places: set[int] = set()
         """The addresses of all parameters so far."""
 
-    def tiles_for(self, work: Work) -> Tiles | None:
-        """The functions with which a kernel steps a parameter; None if there is no kernel that can."""
-        return self._tiles(work.p.device) if work.is_contiguous() else None
-
-    def add(self, work: Work, numbers: Numbers, tiles: Tiles) -> bool:
-        """Step a parameter, at once or together with others; False if it was given before: its next step comes when
-        this one is done."""
-        p, size, cols = work.p, work.p.numel(), work.p.shape[-1]
+    def add(self, work: Work, numbers: Numbers) -> Outcome:
+        """Step a parameter, at once or together with others, if a kernel can."""
+        p, gradient = work.p, work.gradient
+        if (tiles := self._tiles(p.device)) is None:
+            return "no kernel"
+        # no function's call for each tensor: a small parameter takes the host longer than the GPU
+        m_codes, m_scales = self._first(work.m.stored[0])
+        root_codes, root_scales = self._second(work.root.stored[0])
+        written = p, m_codes, m_scales, root_codes, root_scales
+        if not all(map(Tensor.is_contiguous, written)):
+            return "no kernel"
+        size, cols = p.numel(), p.shape[-1]
         if size == 0:
             self._stepped([work])
-            return True
-        if (place := p.data_ptr()) in self._places:
-            return False
-        self._places.add(place)
-        if alone := not work.gradient.is_contiguous():
-            work = work._replace(gradient=work.gradient.contiguous())
-        addresses = [tensor.data_ptr() for tensor in (p, work.gradient, *work.buffers)]
+            return "stepped"
+        if alone := not gradient.is_contiguous():
+            gradient = gradient.contiguous()
+        tensors = p, gradient, m_codes, m_scales, root_codes, root_scales
+        addresses = [*map(Tensor.data_ptr, tensors)]
+        if addresses[0] in self._places:
+            return "again"
+        self._places.add(addresses[0])
         aligned = reduce(or_, addresses, cols) % ALIGNMENT == 0
-        kind = numbers, p.device, p.dtype, work.gradient.dtype, aligned, alone
+        kind = numbers, p.device, p.dtype, gradient.dtype, aligned, alone
         launch = self._waiting.get(kind)
         if launch is None:
-            launch = self._waiting[kind] = StepLaunch(numbers, tiles, aligned)
+            launch = self._waiting[kind] = StepLaunch(numbers, tiles, aligned, tensors)
         launch.works.append(work)
         launch.entries.append((*addresses, size // cols, cols))
         launch.size += size
         if alone or launch.size >= TOGETHER:  # a copy of a gradient does not wait: only one is there at a time
             self._step(self._waiting.pop(kind))
-        return True
+        return "stepped"
 
     def step(self) -> None:
         """Step all parameters that wait."""
@@ -187,6 +193,4 @@ def step_kernel(launch: StepLaunch) -> None:
     from lpq.optim.adamw_triton import launch_step
 
     *numbers, maximize = launch.numbers
-    first = launch.works[0]
-    tensors = first.p, first.gradient, *first.buffers
-    launch_step(tensors, launch.entries, launch.aligned, numbers, maximize, *launch.tiles)
+    launch_step(launch.tensors, launch.entries, launch.aligned, numbers, maximize, *launch.tiles)

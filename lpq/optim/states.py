@@ -180,20 +180,24 @@ class QuantizedStates(Wrapper):
             return alone
         others: list[Member] = []
         again: list[Member] = []
-        plain_groups = {id(group) for group in self.param_groups if adamw.is_plain(self.optimizer, group)}
-        numbers: dict[tuple[int, float], adamw.Numbers] = {}
+        numbers: dict[int, dict[float, adamw.Numbers]] = {
+            id(group): {} for group in self.param_groups if adamw.is_plain(self.optimizer, group)
+        }
         launches = adamw.StepLaunches(first.quantizer, second.quantizer, second.least, _count)
         for group, p in alone:
-            work = self._work(p, first, second) if id(group) in plain_groups else None
-            if work is None:
+            known = numbers.get(id(group))
+            work = self._work(p, first, second) if known is not None else None
+            if known is None or work is None:
                 others.append((group, p))
                 continue
-            key = id(group), work.steps.item() + 1
-            n = numbers[key] = numbers.get(key) or adamw.Numbers.of(group, key[1])
-            tiles = launches.tiles_for(work)
-            if tiles is None:
+            step = work.steps.item() + 1
+            n = known.get(step)
+            if n is None:
+                n = known[step] = adamw.Numbers.of(group, step)
+            outcome = launches.add(work, n)
+            if outcome == "no kernel":
                 self._step_by_reference(work, n, first, second)
-            elif not launches.add(work, n, tiles):
+            elif outcome == "again":
                 again.append((group, p))
         launches.step()
         return others + (self._step_adamw(again) if again else [])
@@ -210,10 +214,12 @@ class QuantizedStates(Wrapper):
     def _work(self, p: Tensor, first: StateForm, second: StateForm) -> adamw.Work | None:
         """A parameter with its gradient and moments, which begin here; None if a moment is not stored, or if they are
         not ordinary matrices, or shards that are placed alike."""
-        gradient = cast("Tensor", p.grad)
-        if isinstance(p, DTensor) and (not isinstance(gradient, DTensor) or gradient.placements != p.placements):
-            return None
-        own, gradient = plain(local_part(p)), local_part(gradient)
+        own, gradient = p, cast("Tensor", p.grad)
+        if isinstance(p, DTensor):
+            if not isinstance(gradient, DTensor) or gradient.placements != p.placements:
+                return None
+            own = plain(local_part(p))
+        gradient = local_part(gradient)
         if not (_is_ordinary(own) and _is_ordinary(gradient)):
             return None
         state: State = self.state[p]
@@ -228,7 +234,7 @@ class QuantizedStates(Wrapper):
             return None
         if not state["step"].is_cpu:
             state["step"] = state["step"].cpu()
-        return adamw.Work(p, state["step"], own, gradient, m, root, m.buffers + root.buffers)
+        return adamw.Work(p, state["step"], own, gradient, m, root)
 
     def _check_placed(self, params: list[Tensor]) -> None:
         for p in params:
@@ -416,7 +422,7 @@ def _count(works: list[adamw.Work]) -> None:
 
 def _part(state: object) -> QuantizedTensor | None:
     """This rank's part of a state that is stored in a format; None of any other."""
-    part = local_part(state) if isinstance(state, Tensor) else None
+    part = local_part(cast("Tensor", state))
     return part if isinstance(part, QuantizedTensor) else None
 
 

@@ -120,11 +120,12 @@ def test_a_step_of_adamw_compiles_too(compiled: tuple[list[str], list[Any]]) -> 
         tiles = adamw.Tiles(*(f.stored_tile(q) for f, q in zip(formats, (m, root), strict=True)), 2.0**-18)
         held = [q.quantize(p, col=False) for q in (m, root)]
         numbers = adamw.Numbers(1, 0.1, 0.9, 0.1, 1, 1e-8, 1e-3, maximize=True)
-        work = adamw.Work(p, torch.zeros(()), p, p, *held, [buffer for moment in held for buffer in moment.buffers])
-        entry = (*(tensor.data_ptr() for tensor in (p, p, *work.buffers)), *p.shape)
+        work = adamw.Work(p, torch.zeros(()), p, p, *held)
+        tensors = (p, p, *(buffer for moment in held for buffer in moment.buffers))
+        entry = (*(tensor.data_ptr() for tensor in tensors), *p.shape)
         for count in (1, 2):
             each = count * [work], count * [entry]
-            adamw.step_kernel(adamw.StepLaunch(numbers, tiles, count == 2, *each))
+            adamw.step_kernel(adamw.StepLaunch(numbers, tiles, count == 2, tensors, *each))
     assert len(found) == 4  # alone, and by a table
     for kernel in found:
         assert "ptx" not in kernel.asm or not FUSED_OR_FLUSHED.search(kernel.asm["ptx"])

@@ -12,7 +12,7 @@ import lpq
 from lpq.optim import MasterWeights, QuantizedStates, adamw, masters, states
 
 FORMATS = {"exp_avg": "mxfp8", "exp_avg_sq": "fp8(scaling=block, pow2=false)"}
-CALLS = 21
+CALLS = 13
 """Python's calls for each parameter whose moments are stored."""
 CALLS_OF_MASTERS = 17
 """The same for each stored weight with a master."""
