@@ -6,8 +6,8 @@ the observers that it began with, so that its backward tells the same observers 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -43,31 +43,48 @@ def observing(layers: nn.Module | Iterable[nn.Module], observer: O) -> Iterator[
         observer: The object that is told, by its method ``observe``.
     """
     stateful = _layers(layers)
-    with run_eagerly():
-        with _CHANGING:
-            for layer in stateful:
-                layer.passes.observers = (*layer.passes.observers, observer)
-        try:
-            yield observer
-        finally:
-            with _CHANGING:
-                for layer in stateful:
-                    _forget(layer, observer)
+    with run_eagerly(), _block(stateful, observer):
+        yield observer
+
+
+def unobserved(layers: Iterable[StatefulLayer]) -> AbstractContextManager[None]:
+    """Have none of the present observers told of the passes inside."""
+    return _block([*layers], None)
+
+
+class _Observers(tuple[Observer, ...]):
+    """The observers of a layer that a pass tells, and all blocks that its threads have begun and not ended."""
+
+    blocks: Mapping[object, Observer | None]
+    """The observer of each block, in their order; None: those before it are told of nothing."""
 
 
 @contextmanager
-def unobserved(layers: Iterable[StatefulLayer]) -> Iterator[None]:
-    """Have none of the present observers told of the passes inside."""
+def _block(layers: Sequence[StatefulLayer], observer: Observer | None) -> Iterator[None]:
+    """Have the layers list a block of ``observing`` inside, or, without an observer, a block of ``unobserved``."""
+    block = object()
     with _CHANGING:
-        former = [(layer, layer.passes.observers) for layer in layers]
-        for layer, _ in former:
-            layer.passes.observers = ()
+        for layer in layers:
+            _list(layer, {**_blocks(layer), block: observer})
     try:
         yield
     finally:
         with _CHANGING:
-            for layer, observers in former:
-                layer.passes.observers = (*observers, *layer.passes.observers)
+            for layer in layers:
+                _list(layer, {other: one for other, one in _blocks(layer).items() if other is not block})
+
+
+def _blocks(layer: StatefulLayer) -> Mapping[object, Observer | None]:
+    return getattr(layer.passes.observers, "blocks", {})
+
+
+def _list(layer: StatefulLayer, blocks: Mapping[object, Observer | None]) -> None:
+    told: list[Observer] = []
+    for observer in blocks.values():
+        told = [] if observer is None else [*told, observer]
+    observers = _Observers(told)
+    observers.blocks = blocks
+    layer.passes.observers = observers if blocks else ()  # compiled code guards the kind, too
 
 
 def _layers(layers: nn.Module | Iterable[nn.Module]) -> list[StatefulLayer]:
@@ -81,14 +98,6 @@ def _layers(layers: nn.Module | Iterable[nn.Module]) -> list[StatefulLayer]:
     elif others := [type(module).__name__ for module in modules if not isinstance(module, StatefulLayer)]:
         raise ValueError(f"{others[0]} is no layer of lpq: pass the converted model, or layers of it")
     return list({id(layer): layer for layer in stateful}.values())
-
-
-def _forget(layer: StatefulLayer, observer: Observer) -> None:
-    """Take the observer off the layer once: another block may have put it there, too."""
-    observers = list(layer.passes.observers)
-    last = max(i for i, other in enumerate(observers) if other is observer)
-    del observers[last]
-    layer.passes.observers = tuple(observers)
 
 
 class Watch(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lpq
+from lpq.nn.observing import unobserved
 from lpq.observe.culprits import in_bf16
 from lpq.observe.replay import Before, Replay
 
@@ -89,6 +91,36 @@ def test_observers_of_a_step_are_not_told_of_its_replays(recipe: str) -> None:
     readings = watched(search=True)
     assert readings
     assert readings == watched(search=False)
+
+
+@pytest.mark.parametrize("inner_ends_first", [False, True])
+def test_observers_of_other_threads_may_end_within_a_replay(inner_ends_first: bool) -> None:
+    """They are not told of anything behind that. Others are, once all replays have ended."""
+
+    class Names(list[str]):
+        def observe(self, seen: lpq.observe.Observed) -> None:
+            self.append(seen.name)
+
+    net, ends, stays, later = model("mxfp8"), Names(), Names(), Names()
+    layers = [net[0], net[2]]
+    with ExitStack() as stays_open, ExitStack() as ended, ExitStack() as first, ExitStack() as second:
+        ended.enter_context(lpq.observe.observing(net, ends))
+        stays_open.enter_context(lpq.observe.observing(net, stays))
+        first.enter_context(unobserved(layers))
+        second.enter_context(unobserved(layers))
+        ended.close()  # as another thread does it
+        stays_open.enter_context(lpq.observe.observing(net, later))
+        closure_of(net, batch(0))()
+        assert (ends, stays, len(later)) == ([], [], 8)
+        inner, outer = (second, first) if inner_ends_first else (first, second)
+        inner.close()
+        closure_of(net, batch(0))()
+        assert (ends, stays, len(later)) == ([], [], 16)
+        outer.close()
+        closure_of(net, batch(0))()
+        assert (ends, len(stays), len(later)) == ([], 8, 24)
+    assert net[0].passes.observers == net[2].passes.observers == ()
+    assert type(net[0].passes.observers) is tuple
 
 
 class Block(nn.Module):
