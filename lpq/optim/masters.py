@@ -78,11 +78,6 @@ class MasterWeights(Wrapper):
         check_flags("MasterWeights", keep=keep)
         if isinstance(optimizer, MasterWeights):
             raise TypeError("MasterWeights got a MasterWeights: this optimizer is wrapped already, use it as it is")
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise TypeError(
-                "MasterWeights cannot wrap LBFGS: it needs more than gradients. Use it alone, over weights that are "
-                "not stored quantized"
-            )
         if any(float(state.get("step", 1)) for state in optimizer.state.values()):  # Adagrad has one at once
             raise ValueError(
                 "MasterWeights takes an optimizer that has not taken a step yet: its state is of other tensors"

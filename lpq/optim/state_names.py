@@ -56,7 +56,8 @@ def states_of(optimizer: Optimizer) -> dict[str, StateKind]:
     if not kinds and error is not None:
         raise TypeError(
             f"QuantizedStates cannot find the states of {type(optimizer).__name__}, whose step with a small matrix "
-            f"raised {type(error).__name__}: {error}"
+            f"raised {type(error).__name__}: {error}. It steps parameters one by one, by dense gradients and without a "
+            "closure: use the optimizer alone, or one that steps so, such as torch.optim.AdamW"
         ) from error
     return kinds
 

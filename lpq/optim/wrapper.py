@@ -7,6 +7,7 @@ store of the job, since one of them may have wrapped its optimizer alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -36,6 +37,14 @@ class Wrapper(Optimizer):
             raise TypeError(
                 f"{cls.__name__} wraps an optimizer, such as torch.optim.AdamW(model.parameters()), and got a "
                 f"{type(optimizer).__name__}: make one first"
+            )
+        closure, name = signature(type(optimizer).step).parameters.get("closure"), type(optimizer).__name__
+        if closure is not None and closure.default is Parameter.empty:
+            raise TypeError(
+                f"{cls.__name__} cannot wrap {name}: it needs a closure in each step, which computes the loss and all "
+                "gradients again, and so steps all parameters together, LBFGS as one vector. Use it alone, over "
+                "weights that are not stored quantized, or wrap an optimizer that needs nothing but gradients, such as "
+                "torch.optim.AdamW"
             )
 
     @classmethod

@@ -147,14 +147,21 @@ def test_an_optimizer_of_no_stored_weight_is_told() -> None:
         MasterWeights(AdamW(layer.parameters()))
 
 
+class ByClosure(SGD):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
 def test_what_cannot_be_wrapped_is_refused_in_words() -> None:
     weight = nn.Parameter(lpq.quantizer("fp8").quantize(torch.randn(32, 48)))
     with pytest.raises(TypeError, match=r"got a generator: make one first"):
         MasterWeights(p for p in [weight])  # type: ignore[arg-type]
     with pytest.raises(
-        TypeError, match=r"cannot wrap LBFGS: it needs more than gradients\. Use it alone, over weights"
+        TypeError, match=r"MasterWeights cannot wrap LBFGS: it needs a closure in each step.*Use it alone, over weights"
     ):
         MasterWeights(LBFGS([weight]))
+    with pytest.raises(TypeError, match=r"MasterWeights cannot wrap ByClosure: it needs a closure in each step"):
+        MasterWeights(ByClosure([weight]))
     with pytest.raises(TypeError, match=r"is wrapped already, use it as it is"):
         MasterWeights(MasterWeights(AdamW([weight])))
 
