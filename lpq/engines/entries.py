@@ -90,14 +90,8 @@ class FileEntry:
     def operand(self, pieces: Pieces) -> Storage:
         """The row operand: the stored operand, or the operand that the layer encodes, encoded once."""
         whole = self._whole(pieces)
-        if self.part is None:
-            return whole
-        start, stop, _ = self.part
-        if (part := whole.narrow(0, start, stop)) is None:
-            raise CheckpointError(
-                f"{self.name} is rows {start} to {stop} of a matrix that is encoded as one, and they cut blocks of "
-                f"{whole.quantizer}: keep these experts in high precision, leave=['{self.name.rsplit('.', 3)[0]}.*']"
-            )
+        part = whole if self.part is None else whole.narrow(0, *self.part[:2])
+        assert part is not None  # the plan refuses rows that cut blocks
         return part
 
     def _whole(self, pieces: Pieces) -> Storage:
@@ -115,9 +109,11 @@ class FileEntry:
     def values(self, pieces: Pieces) -> Tensor:
         """The tensor in high precision."""
         if self.stored is None:
-            return (pieces[""] if self.part is None else pieces[""][slice(*self.part[:2])]).to(self.dtype)
-        operand = self.operand(pieces)
-        return QuantizedTensor(operand, None, operand.quantizer, self.shape, self.dtype).dequantize()
+            whole = pieces[""]
+        else:
+            operand = self._whole(pieces)
+            whole = QuantizedTensor(operand, None, operand.quantizer, operand.shape, self.dtype).dequantize()
+        return (whole if self.part is None else whole[slice(*self.part[:2])]).to(self.dtype)
 
 
 def is_quantized(recipe: Recipe | None) -> bool:

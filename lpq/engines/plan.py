@@ -17,6 +17,7 @@ from lpq.engines.layouts import layout_named, parts_of, schemes_for, summaries
 from lpq.engines.siblings import EXPERTS, Siblings, check_alike
 from lpq.files.safetensors import TensorKind
 from lpq.formats import Quantizer
+from lpq.operations.cut import why_cut
 from lpq.recipes.globs import exactly
 from lpq.registry import Group, Inputs, Part, Scheme
 from lpq.registry.showing import brief, listed, number
@@ -131,7 +132,9 @@ def planned(
     unfit = {e.layer.name: p for e, p in zip(entries, places, strict=True) if e.layer and isinstance(p, str)}
     if unfit:
         which = "the layer" if len(unfit) == 1 else f"all {len(unfit)} layers without a place"
-        names = listed([repr(exactly(name)) for name in unfit], most=50)
+        blocks = {name: EXPERTS.fullmatch(name) for name in unfit}  # whose experts have one format
+        patterns = {exactly(name) if block is None else f"{exactly(block[1])}.*": 0 for name, block in blocks.items()}
+        names = listed([*map(repr, patterns)], most=50)
         raise CheckpointError(f"{next(iter(unfit.values()))}, or keep {which} in high precision, leave=[{names}]")
     assigned = [place for place in places if isinstance(place, Assigned)]
     by_scheme: dict[tuple[int, str | None], tuple[Scheme, Inputs | None, list[str]]] = {}
@@ -146,8 +149,7 @@ def planned(
     apart = [t.layer for t in assigned if t.entry.layer is not None and t.scheme is None]
     left = tuple(dict.fromkeys([*linear({layer for group in groups for layer in group.layers}), *apart]))
     check_alike(groups, left, siblings)
-    high = {t.layer: t.entry.layer.x for t in assigned if t.scheme is not None and t.inputs is None and t.entry.layer}
-    changed = [layer for layer, x in high.items() if x is not None]
+    changed = [t.layer for t in assigned if t.scheme and not t.inputs and t.entry.layer and t.entry.layer.x is not None]
     notes = [_note(changed)] if changed else []
     notes += [_note_of_experts(group) for group in groups if _not_readers(group)]
     return ExportPlan(tuple(assigned), groups, left, own_layout.files(groups, left), tuple(notes))
@@ -212,6 +214,8 @@ def _assigned(
     rows, cols = entry.shape
     if (reason := scheme.why_not(rows, cols)) is not None:
         return f"{entry.name} is {rows}x{cols}, and {reason} in the layout {layout!r}: give it no recipe"
+    if entry.part is not None and (reason := why_cut([(entry.side, 0)], rows, "rows")) is not None:
+        return f"{entry.name} is a part of a matrix that is encoded as one, and {reason}: give it no recipe"
     x = layer.x.side("row") if layer.x is not None else None
     given = layer.known_amax() if input_amax is None else input_amax.get(layer.name)
     amax = None if given is None else torch.as_tensor(given, dtype=torch.float32).detach().cpu().reshape(())
