@@ -58,7 +58,7 @@ def over_ranks(
     if isinstance(placement, Shard) and not isinstance(x, DTensor):
         sizes[placement.dim] *= ranks
     if not isinstance(placement, Shard | Replicate):
-        return f"its input lies over the ranks as {placement}"
+        return f"its input lies over the ranks as {type(placement).__name__}"
     if isinstance(placement, Replicate):
         return DividedNorm(mesh, placement, None)
     dim = placement.dim % x.dim()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from interpreted import SEED
+from packaging.version import Version
 from quantizers import IN_KERNELS
 from quick_interpreter import _quick_interpreter
 from support.comparing import expect_bytes
@@ -50,6 +51,8 @@ SWIGLU, SWIGLU_BACKWARD = ACTIVATIONS["silu"].gated
 SOURCES = [
     s for act in ACTIVATIONS.values() for between in (act.gated, act.alone) for s in between if s.program is not None
 ]
+ROUNDS_TWICE = Version(triton.__version__) < Version("3.9")
+"""Whether Triton's interpreter rounds a product before a sum that is one operation on a GPU."""
 SERVED = [text for text in IN_KERNELS if "delayed" not in text]
 
 
@@ -144,7 +147,7 @@ def check(
     values = [one.value for one in made if one.value is not None]
     for i, (value, x) in enumerate(zip(values, source.compute(*inputs), strict=True)):
         # On a CPU, where torch 2.11 computes another silu than from 2.12 on.
-        silu = ("silu",) if dtype.itemsize == 2 and torch.__version__ >= "2.12" else ()
+        silu = ("silu",) if dtype.itemsize == 2 and torch.__version__ >= "2.12" and not ROUNDS_TWICE else ()
         exact = ("relu", "rms_norm", "layer_norm", *silu)
         if source.name.startswith(exact):
             same = (value == x) | (value.isnan() & x.isnan())
