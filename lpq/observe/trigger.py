@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from lpq.nn.conversion import conversions
-from lpq.nn.stateful_layer import stateful_layers
+from lpq.nn.stateful_layer import StatefulLayer, stateful_layers
 from lpq.observe.course import Course
-from lpq.observe.culprits import Culprits, culprits, refuse_static
+from lpq.observe.culprits import Culprits, culprits, in_bf16, refuse_static
 from lpq.observe.replay import Before, Closure, kept_gradients
+from lpq.observe.sharing import inside_of_replicas
+from lpq.observe.sums import ITSELF
+from lpq.registry.showing import listed
+from lpq.registry.warning import warn
 
 ONCE = "Steps that stay off the course are not replayed again"
 CLOSE = 0.1
@@ -36,11 +41,17 @@ class Trigger:
         """The promotions so far: the step before which each holds, and the recipes of layers."""
 
     def check(self, model: nn.Module) -> None:
-        """Refuse, where a run begins, a model whose culprits could not be promoted when they are found."""
-        if self.promote:
-            conversions(model)
-            for layer in stateful_layers(model).values():
-                refuse_static(layer, "behind a promotion")
+        """Refuse, where a run begins, a model of which no layer could be promoted when it is found. Warn of layers that
+        could not be."""
+        if not self.promote:
+            return
+        conversions(model)
+        layers = {n: layer for n, layer in stateful_layers(inside_of_replicas(model)).items() if _has_recipe(layer)}
+        static = [name for name, layer in layers.items() if layer.static_values()]
+        if static and len(static) == len(layers):
+            refuse_static(layers[static[0]], "behind a promotion")
+        if static:
+            warn(f"promote={self.promote}: {_stay(static)}. Other layers are promoted")
 
     def look(
         self, model: nn.Module, step: int, loss: float, norm: float | None, closure: Closure, before: Before | None
@@ -59,16 +70,43 @@ class Trigger:
             if math.isfinite(ours) != math.isfinite(theirs) or abs(ours - theirs) > CLOSE * abs(ours):
                 words += f"\nThe {name} of the replay is {theirs:.4g}, and of the step {ours:.4g}: {OTHERS}"
         if self.promote and result.found:
-            until, recipes = step + 1 + self.promote, result.promoted(model)
-            result.promote(model, until=until)
-            self.promoted.append((until, {name: recipe.text for name, recipe in recipes.items()}))
-            words += f"\nThey are in bf16 in steps {step + 2} to {until}"
-            if beside := [*recipes.keys() - {one.layer for one in result.found}]:
-                words += f", with layers that share states of inputs with them: {', '.join(sorted(beside))}"
+            words += self._promote(model, step, result)
         return words
+
+    def _promote(self, model: nn.Module, step: int, result: Culprits) -> str:
+        """Promote the culprits that may be in bf16 for a while; return which they are in words."""
+        layers, stay = stateful_layers(inside_of_replicas(model)), list[str]()
+        for one in result.found:
+            if any(layers[name].static_values() for name in replace(result, found=(one,)).promoted(model)):
+                stay.append(one.layer)
+        rest = replace(result, found=tuple(one for one in result.found if one.layer not in stay))
+        words = ""
+        if rest.found:
+            until, recipes = step + 1 + self.promote, rest.promoted(model)
+            rest.promote(model, until=until)
+            self.promoted.append((until, {name: recipe.text for name, recipe in recipes.items()}))
+            who = listed([one.layer or ITSELF for one in rest.found]) if stay else "They"
+            words = f"\n{who} are in bf16 in steps {step + 2} to {until}"
+            if beside := [*recipes.keys() - {one.layer for one in rest.found}]:
+                words += f", with layers that share states of inputs with them: {', '.join(sorted(beside))}"
+        return f"{words}\n{_stay(stay)}" if stay else words
 
     def done_again(self, loss: float, norm: float) -> tuple[float, float]:
         """Take a step that was done again by other recipes, in place of the one that left the course: the next that
         leaves it is replayed. Return what was given."""
         self.course.leaves(loss, norm)
         return loss, norm
+
+
+def _has_recipe(layer: StatefulLayer) -> bool:
+    """Whether the layer has something to promote, now or at a later step."""
+    own = (layer.recipe,) if layer.schedule is None else tuple(recipe for _, recipe in layer.schedule.pieces)
+    return any(recipe is not None and recipe != in_bf16(layer, recipe) for recipe in own)
+
+
+def _stay(layers: list[str]) -> str:
+    names = listed([name or ITSELF for name in layers])
+    return (
+        f"no promotion reaches {names}: static scales would be gone behind it. Leave such layers in bf16, or calibrate "
+        "the model again by lpq.calibrate"
+    )

@@ -249,6 +249,24 @@ def test_layers_that_cannot_be_promoted_are_refused_where_the_run_begins(recipe:
         CulpritsCallback(promote=2).on_train_begin(None, state, None, net)
 
 
+@pytest.mark.parametrize("static", ["*.up_proj", "*.o_proj"])
+def test_a_layer_that_cannot_be_promoted_is_left_out_in_words(static: str, tmp_path: Path) -> None:
+    """Where it is the culprit, it stays; another one is promoted beside it."""
+    net = planted({"rules": [{"match": static, "recipe": STATIC}, {"match": "*", "recipe": "mxfp8"}]})
+    lpq.calibrate(net, [one["input_ids"][None] for one in llama.examples(1)])
+    finds = CulpritsCallback(course=OffAt(2), most=1, promote=2)
+    done = trainer(net, tmp_path, LpqCallback(), finds)
+    with pytest.warns(UserWarning, match="no promotion reaches") as got:
+        done.train()
+    said = [str(one.message) for one in got if "no promotion reaches model.layers.0." in str(one.message)]
+    assert "Other layers are promoted" in said[0]
+    assert finds.found[3].found[0].layer == "model.layers.0.mlp.up_proj"
+    up = net.model.layers[0].mlp.up_proj
+    stays = static == "*.up_proj"
+    assert len(said) == 1 + stays
+    assert (up.schedule.at(4) == lpq.recipe("bf16")) is not stays
+
+
 def test_a_course_that_is_loaded_takes_the_place_of_its_steps() -> None:
     saved, used = Course(), Course()
     for _ in range(12):
