@@ -145,8 +145,7 @@ class _Job:
         names: set[str] = set()
         filled: set[int] = set()
         for name, tensor in tensors.items():
-            own = self._judge_tensor(name, tensor)
-            if own is not None:
+            if (own := self._judge_tensor(name, tensor)) is not None:
                 names |= own
                 filled.add(id(tensor))
         if absent := [name for name, tensor in tensors.items() if id(tensor) not in filled]:

@@ -13,7 +13,7 @@ from lpq.nn.coverage import matrices
 from lpq.nn.exclusions import convertible, exclusions
 from lpq.nn.functional import why_not_in_groups
 from lpq.nn.fused_experts import FusedExperts, TransposedExperts, holds_experts, is_transposed, stacks
-from lpq.nn.linear import Layer, Linear
+from lpq.nn.linear import Layer, Linear, weight_of
 from lpq.nn.names import plain_name
 from lpq.nn.plan import Plan, check_names
 from lpq.nn.reports import Entry
@@ -97,7 +97,7 @@ def check_layers(
                 f"accumulate={accumulate!r} is for weights of [out, in], and the weight of {name or 'the layer'} "
                 f"({type(module).__name__}) is [in, out]: leave accumulate out, or have the policy give it no recipe"
             )
-        weights: Mapping[str, Any] = stacks(module) if holds else {"weight": module.weight}
+        weights: Mapping[str, Any] = stacks(module) if holds else {"weight": weight_of(module)}
         for key, weight in weights.items():
             if weight.dtype not in DTYPES:
                 raise TypeError(

@@ -36,16 +36,15 @@ def input_buffers(layer: Any, plan: Plan, x: QuantizedTensor, needs_dw: bool, by
     The column operand is there only with ``needs_dw``: it serves no other product. ``by_own``: the layer's own state
     encoded it.
     """
+    why, basis = None, plan.x.side("col").basis
     if not by_own and "x" in plan.remembered:
+        why = "remembers statistics of inputs across steps, which did not encode it"
+    elif needs_dw and basis is not None and basis.drawn:
+        why = "rotates inputs by signs that each pass draws for its gradients, too"
+    if why is not None:
         raise ValueError(
-            f"{layer.title}: the input is encoded already, and its recipe, with x={plan.x.text}, remembers statistics "
-            "of inputs across steps, which did not encode it: pass the tensor before it is encoded"
-        )
-    basis = plan.x.side("col").basis
-    if needs_dw and basis is not None and basis.drawn:
-        raise ValueError(
-            f"{layer.title}: the input is encoded already, and its recipe, with x={plan.x.text}, rotates inputs by "
-            "signs that each pass draws for its gradients, too: pass the tensor before it is encoded"
+            f"{layer.title}: the input is encoded already, and its recipe, with x={plan.x.text}, {why}: pass the "
+            "tensor before it is encoded"
         )
     text, title = plan.x.text, layer.sized if compiler.is_compiling() else layer.title
     return _buffers(x, "row", text, title), _buffers(x, "col", text, title) if needs_dw else ()

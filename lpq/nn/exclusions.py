@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
-from lpq.nn.linear import Layer
+from lpq.nn.linear import Layer, weight_of
 from lpq.nn.names import plain_name
 from lpq.nn.transposed import holds_transposed
 from lpq.recipes import Policy
@@ -20,7 +20,7 @@ def exclusions(model: nn.Module, names: Mapping[str, Sequence[str]], policy: Pol
     """The layers of ``model`` that are left out, by name, and why. ``names``: all names of each module."""
     plain_names = {name: [plain_name(alias) for alias in aliases] for name, aliases in names.items()}
     modules = {name: model.get_submodule(name) for name in names}
-    weights = {name: [*cast("Any", m).weight.shape[-2:]] for name, m in modules.items() if convertible(m)}
+    weights = {n: [*weight_of(m).shape[-2:]] for n, m in modules.items() if convertible(m)}
     small = {name for name, shape in weights.items() if min(shape) < policy.least}  # shapes of one expert
     large = [alias for name in weights if name not in small for alias in plain_names[name]]
     patterns = {pattern for rule in policy.rules if rule.recipe is not None for pattern in rule.match} if small else ()

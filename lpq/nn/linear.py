@@ -307,3 +307,10 @@ class Linear(Layer, nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.begin()
         self.recipe = recipe
+
+
+def weight_of(layer: Any) -> Any:
+    """The weight; where a parametrization would compute it, a tensor without values, of its shape and sharded as it."""
+    if nn.utils.parametrize.is_parametrized(layer, "weight") and not layer.transposed:
+        return layer.shared_weight().new_empty(layer.out_features, layer.in_features, dtype=torch.float, device="meta")
+    return layer.weight

@@ -61,10 +61,9 @@ class Passes:
 
     def bound_calls(self) -> dict[object, Any]:
         """Return the calls that are bound for passes of one kind, with room for one more."""
-        epoch, calls = self.calls
-        if epoch is not registry.epoch():
-            calls = {}
-            self.calls = registry.epoch(), calls
+        if self.calls[0] is not registry.epoch():
+            self.calls = registry.epoch(), {}
+        _, calls = self.calls
         if len(calls) >= MOST_CALLS:
             oldest, *_ = calls  # at once, as other threads change them, too
             calls.pop(oldest, None)

@@ -23,7 +23,7 @@ from lpq.distributed.shardability import (
 from lpq.formats import Quantizer
 from lpq.formats.sections import is_stack
 from lpq.nn.first_argument import check_choices
-from lpq.nn.linear import Layer
+from lpq.nn.linear import Layer, weight_of
 from lpq.nn.names import first_few
 from lpq.operations.derived_operands import derives_col
 from lpq.recipes import RecipeError, Schedule
@@ -71,7 +71,7 @@ def check_weights(
         quantizers = [recipe.w if recipe is not None else None for _, recipe in schedule.pieces]
         if not any(quantizers) and not isinstance(module, Layer):
             continue
-        weight = sharded.get(module, module.weight)
+        weight = sharded[module] if module in sharded else weight_of(module)
         if any(quantizers) and hasattr(weight, "device_mesh"):
             from lpq.distributed.tensor_parallel import STYLED
 
@@ -93,12 +93,11 @@ def check_weights(
             if (weights == "quantized" and any(quantizers)) or type(weight.detach()) is Tensor:
                 check_replaced(name or type(module).__name__, weight)
             if weights == "quantized" and any(quantizers):
-                _check_storable(name or type(module).__name__, schedule)
+                _check_storable(name or type(module).__name__, schedule, {*quantizers})
 
 
-def _check_storable(name: str, schedule: Schedule) -> None:
+def _check_storable(name: str, schedule: Schedule, quantizers: set[Quantizer | None]) -> None:
     """Refuse to store a weight quantized if the recipes give it more than one format."""
-    quantizers = {recipe.w if recipe is not None else None for _, recipe in schedule.pieces}
     if any(w is not None and (w.side("row").static or w.side("col").static) for w in quantizers):
         raise RecipeError(
             f"{name}: its weight would be stored quantized with a static scale, to which no write to it keeps: "
@@ -135,7 +134,7 @@ def _check_stored(
 
 def _sharded(model: nn.Module, layers: Iterable[Layer], weights: Weights | None) -> dict[nn.Module, Tensor]:
     """The weights that FSDP2 shards, as the optimizer has them: a layer itself may have the gathered one at present."""
-    if weights is None and all(type(layer.weight) is nn.Parameter for layer in layers):
+    if weights is None and all(type(weight_of(layer)) is nn.Parameter for layer in layers):
         return {}  # for ordinary weights there is nothing to find out, and FSDP2 need not be imported
     from lpq.torch_private.fsdp import outermost, sites
 
@@ -198,7 +197,7 @@ def replace_parameter(module: nn.Module, key: str, tensor: Tensor) -> None:
 
 def why_none_stored(model: nn.Module, ranks: int | None) -> str | None:
     """Why no weight of the model is stored quantized; None if one is."""
-    if any(_stored(layer.weight) is not None for _, layer, _ in _layers(model)):
+    if any(_stored(weight_of(layer)) is not None for _, layer, _ in _layers(model)):
         return None
     notes = [f"{name or 'the model'}: {note}" for name, note in weight_notes(model, ranks)]
     return first_few(notes, "; ") or "no linear layer has a recipe"

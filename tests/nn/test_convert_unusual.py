@@ -176,3 +176,22 @@ def test_a_weight_that_is_parametrized_and_sharded_is_not_prepared(weights: Any,
     fully_shard(model, mesh=mesh)
     with pytest.raises(ValueError, match="0: its weight is sharded already; call"):
         lpq.convert(model, "mxfp8", weights=weights)
+
+
+@pytest.mark.filterwarnings("ignore:lpq.convert")  # of weights= that have nothing to prepare
+@pytest.mark.parametrize("weights", [None, "high_precision", "quantized"])
+def test_a_weight_that_a_parametrization_computes_is_not_computed_to_look_at_it(weights: Any) -> None:
+    """Under spectral norm each computation in training moves its vectors. Control: a pass moves them."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8), nn.Linear(64, 64))
+    lpq.convert(model, "mxfp8", include="all")
+    for layer in model:
+        nn.utils.parametrizations.spectral_norm(layer)
+    before = [buffer.clone() for buffer in model.buffers()]
+    policy = {"rules": [{"match": "2", "recipe": "nvfp4", "until": 3}, {"match": "*", "recipe": "mxfp8"}]}
+    lpq.convert(model, policy, weights=weights)
+    lpq.replan(model, steps=8)
+    assert [layer.recipe and layer.recipe.name for layer in model] == ["mxfp8", None, "nvfp4"]
+    assert all(torch.equal(*pair) for pair in zip(before, model.buffers(), strict=True))
+    model[0](torch.randn(4, 64))
+    assert not all(torch.equal(*pair) for pair in zip(before, model.buffers(), strict=True))
