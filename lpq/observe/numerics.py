@@ -31,7 +31,7 @@ from lpq.nn.observing import observing
 from lpq.nn.plan import Plan
 from lpq.nn.stateful_layer import StatefulLayer
 from lpq.observe.operands import SomeRows, some_rows
-from lpq.observe.readings import NumericsError, Readings, check_forgets
+from lpq.observe.readings import NO_VALUES, NumericsError, Readings, check_forgets
 from lpq.observe.replays import Replays
 from lpq.observe.shards import shards
 from lpq.observe.sharing import device_of, inside_of_replicas, is_shared, refuse_inside
@@ -205,6 +205,8 @@ class Numerics(Readings):
         self._any_tensor = True
         if isinstance(tensor.given, QuantizedTensor):
             return  # nobody has the values that were rounded
+        if tensor.given.is_meta:
+            raise NumericsError(f"numerics: {tensor.name} of {tensor.layer.title} {NO_VALUES}")
         with torch.autocast(tensor.given.device.type, enabled=False):
             for part in tensor.groups():
                 self._observe(part, "")

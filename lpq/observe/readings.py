@@ -26,6 +26,13 @@ class NumericsError(LpqError, ValueError):
     there."""
 
 
+NO_VALUES = (
+    "is on the meta device, which has no values: give the model memory, model.to_empty(device=…), and its weights, and "
+    "have batches on that device"
+)
+"""The end of an error about a tensor."""
+
+
 def is_number(value: object) -> TypeGuard[float]:
     """Whether a value is a number of Python's or NumPy's, which may be NaN."""
     return isinstance(value, Real) and not isinstance(value, bool)

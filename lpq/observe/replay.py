@@ -21,7 +21,7 @@ from lpq.nn.first_argument import check_model
 from lpq.nn.observing import unobserved
 from lpq.nn.plan import Plan
 from lpq.nn.stateful_layer import StatefulLayer, give_recipes, stateful_layers
-from lpq.observe.readings import NumericsError
+from lpq.observe.readings import NO_VALUES, NumericsError
 from lpq.observe.sharing import device_of, is_shared, refuse_inside
 from lpq.recipes import Recipe
 from lpq.registry.showing import brief
@@ -208,6 +208,8 @@ class Replay:
             raise NumericsError(
                 f"the closure of a replay returned {given}: it must return the loss of the step, a number"
             )
+        if isinstance(loss, Tensor) and loss.is_meta:
+            raise NumericsError(f"the loss of a replay {NO_VALUES}")
         return float(loss.detach() if isinstance(loss, Tensor) else loss), gradients
 
     def _refuse_step(self, optimizer: Optimizer, *_: object) -> None:

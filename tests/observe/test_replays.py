@@ -161,3 +161,25 @@ def test_a_step_that_is_observed_looks_nothing_up(monkeypatch: pytest.MonkeyPatc
         with lpq.observe.observing(layer, Names()):
             layer(torch.randn(32, 64)).sum().backward()
     assert names == ["x", "w", "y", "dy"] * 2
+
+
+def test_a_model_without_values_is_refused_in_words() -> None:
+    """By statistics and by replays: torch's error, of a scalar or of autocast, named no remedy."""
+    with torch.device("meta"):
+        net, x = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8"), torch.empty(4, 64)
+
+    def closure() -> Tensor:
+        loss: Tensor = net(x).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    watch = lpq.observe.numerics(net, every=1)
+    with (
+        pytest.raises(lpq.observe.NumericsError, match=r"numerics: x of layer 0, .* is on the meta device"),
+        watch.step(),
+    ):
+        net(x)
+    with pytest.raises(lpq.observe.NumericsError, match=r"the loss of a replay is on the meta device.*to_empty"):
+        lpq.observe.culprits(net, closure)
+    with pytest.raises(lpq.observe.NumericsError, match=r"the loss of a replay is on the meta device.*to_empty"):
+        lpq.search(net, closure, error=0.1, recipes=["mxfp8"], gpu="b200")
