@@ -17,7 +17,7 @@ from lpq.operations.derived_operands import bind_derive, derives_col, made_at_us
 from lpq.operations.encoder import BindEncoder, Encoder, EncoderSpec, Stats, column_of, operands_of, second_of
 from lpq.operations.inputs import as_matrix
 from lpq.operations.part_encoders import PartEncoder
-from lpq.torch_private.collectives import all_gather, arrived, begin_all_gather, begin_all_reduce, begin_reduce_scatter
+from lpq.torch_private import collectives
 
 WORD = 8
 """The bytes of the largest pieces in which buffers are copied to their places."""
@@ -36,12 +36,12 @@ class OperandGather:
     def begin(self, part: Sequence[Tensor]) -> list[Tensor]:
         """Begin to gather; return the tensors from which ``finish`` makes the buffers of the whole."""
         buffers = [as_bytes(tensor) for tensor, moves in zip(part, self.moves, strict=True) if moves]
-        return [*part, *begin_all_gather(buffers, self.cut.ranks, self.group)]
+        return [*part, *collectives.begin_all_gather(buffers, self.cut.ranks, self.group)]
 
     def finish(self, begun: Sequence[Tensor]) -> list[Tensor]:
         """Wait for the buffers of the whole."""
         count = len(self.moves)
-        return self.joined(begun[:count], arrived(begun[count:]))
+        return self.joined(begun[:count], collectives.arrived(begun[count:]))
 
     def joined(self, part: Sequence[Tensor], arrivals: Sequence[Tensor]) -> list[Tensor]:
         """The buffers of the whole, from the bytes that arrived, one rank's after the other's."""
@@ -141,26 +141,21 @@ def bind_gathered_high(bind: BindEncoder, spec: EncoderSpec, cut: Cut, group: st
 def gather_rows(x: Tensor, cut: Cut, group: str) -> Tensor:
     """Gather a matrix whose rows are divided over the ranks."""
     part = as_matrix(x)
-    (arrivals,) = all_gather([as_bytes(part)], cut.ranks, group)
+    (arrivals,) = collectives.arrived(collectives.begin_all_gather([as_bytes(part)], cut.ranks, group))
     return in_place(arrivals, 1, cut).view(part.dtype).view(part.shape[0] * cut.ranks, part.shape[1])
 
 
 def begin_sum(y: Tensor, cut: Cut | None, group: str) -> Tensor:
     """Begin to sum the ``y`` of all ranks: the whole of it, or this rank's rows if there is a cut."""
     if cut is None:
-        return begin_all_reduce(y, "sum", group)
+        return collectives.begin_all_reduce(y, "sum", group)
     if cut.chunks_per_rank > 1:
         y = y.view(cut.chunks_per_rank, cut.ranks, cut.size, y.shape[-1]).transpose(0, 1).reshape(y.shape)
-    return begin_reduce_scatter(y, cut.ranks, group)
+    return collectives.begin_reduce_scatter(y, cut.ranks, group)
 
 
 def summed(multiply: Multiply, cut: Cut | None, group: str, *, finished: bool) -> Multiply:
     """A product whose sum over the ranks is begun, or ``finished`` as well."""
     if finished:
-        return lambda a, b, bias: finish_sum(begin_sum(multiply(a, b, bias), cut, group))
+        return lambda a, b, bias: collectives.finish(begin_sum(multiply(a, b, bias), cut, group))
     return lambda a, b, bias: begin_sum(multiply(a, b, bias), cut, group)
-
-
-def finish_sum(y: Tensor) -> Tensor:
-    """Wait for a sum that was begun."""
-    return arrived([y])[0]

@@ -45,8 +45,12 @@ def check(layer: WeightedLayer, input: Tensor, weight: Tensor) -> None:
         raise RuntimeError(f"{layer.title}: {why}")
     if not torch.compiler.is_compiling():
         check_static(layer, layer.title)
-        if layer.gather is not None and "weight" in vars(layer):
-            _check_prepared(layer, weight)
+        part = layer.gather is not None and "weight" in vars(layer) and base_of(weight) is not None
+        if part and not any(isinstance(p, Gathered) for p in layer.parameters()):  # else FSDP2 gathers it quantized
+            raise RuntimeError(
+                f"{layer.title}: its weight, which lpq.convert(…, weights=…) prepared, was made a part of another "
+                f"parameter, as FullyShardedDataParallel (FSDP1) does it: {REMEDY}"
+            )
     if weight.shape[1:] != (layer.in_features,):
         raise ValueError(
             f"{layer.title}: the weight is {list(weight.shape)}, and must be [outputs, {layer.in_features}]"
@@ -172,15 +176,6 @@ def check_parallel_input(layer: WeightedLayer, part: Tensor, parts: int) -> None
         raise ValueError(
             f"{layer.title}: the input of this rank is {list(part.shape)}, and for {way} its last dimension must be "
             f"{layer.in_features // parts}: take the other style, or other output_layouts in the layer before"
-        )
-
-
-def _check_prepared(layer: WeightedLayer, weight: Tensor) -> None:
-    """Raise if the weight that FSDP2 was to gather quantized has become a part of another parameter."""
-    if base_of(weight) is not None and not any(isinstance(p, Gathered) for p in layer.parameters()):
-        raise RuntimeError(
-            f"{layer.title}: its weight, which lpq.convert(…, weights=…) prepared, was made a part of another "
-            f"parameter, as FullyShardedDataParallel (FSDP1) does it: {REMEDY}"
         )
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from lpq.distributed.model_check import ModelCheck
 from lpq.distributed.overlapped import can_overlap
-from lpq.distributed.part_gathers import begin_sum, finish_sum
+from lpq.distributed.part_gathers import begin_sum
 from lpq.distributed.shardability import why_high
 from lpq.kernels.table import kernels_allowed
 from lpq.nn.encoded_inputs import describe_encoding, input_buffers
@@ -39,6 +39,7 @@ from lpq.operations.operators import ORDINARY, can_bypass_dispatcher
 from lpq.tensor import QuantizedTensor
 from lpq.tensor.with_value import WithValue
 from lpq.torch_private import cuda
+from lpq.torch_private.collectives import finish
 from lpq.torch_private.tensors import local_part
 
 _multiply: Any = Multiplication.apply
@@ -60,7 +61,7 @@ class SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        total = finish_sum(begin_sum(grad if ctx.cut is None else as_matrix(grad), ctx.cut, ctx.group))
+        total = finish(begin_sum(grad if ctx.cut is None else as_matrix(grad), ctx.cut, ctx.group))
         return total.view(ctx.shape), None, None, None
 
 

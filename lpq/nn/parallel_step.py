@@ -10,13 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from lpq.distributed.overlapped import of_parts
-from lpq.distributed.part_gathers import (
-    bind_gathered_high,
-    finish_sum,
-    gathering,
-    sent_part,
-    summed,
-)
+from lpq.distributed.part_gathers import bind_gathered_high, gathering, sent_part, summed
 from lpq.formats.format import Quantizer
 from lpq.nn.encoded_inputs import SUMMED, of_given, why_no_gradient
 from lpq.nn.plan import Plan
@@ -28,6 +22,7 @@ from lpq.operations.encoder import BindEncoder, Encoder, EncoderSpec, bind_encod
 from lpq.operations.part_encoders import PartEncoder, SpanningStats, along, bind_exchange, bind_part, bind_settle
 from lpq.operations.reduce_statistics import spans
 from lpq.operations.states import moves
+from lpq.torch_private.collectives import finish
 
 
 class SharedOut(NamedTuple):
@@ -77,7 +72,7 @@ class SharedOut(NamedTuple):
         return Step(
             *encoders, forward, into_dx, into_dw, self._refuses(plan, shapes), exchange,
             bind_settle((of_x, of_w, of_dy), group) if plan.moving else None,
-            finish_dx=finish_sum if by_columns and self.sums else None,
+            finish_dx=finish if by_columns and self.sums else None,
         )  # fmt: skip
 
     def named(self, *, sized: bool) -> tuple[Any, ...]:

@@ -110,7 +110,11 @@ def _from_items(items: Iterable[tuple[str, object]], name: object, within: tuple
                 sums[key] = source.gemm(key).fast_accumulate
             of_col = {o.tensor for o in OPERANDS if o.side == "col" and o.belongs_to(key)}
             saves |= {tensor: save for tensor, save in source.saves.items() if tensor in of_col}
-    _check_complete(quantizers)
+    if absent := min((_absent(quantizers, keys) for keys in (GEMMS, TENSORS)), key=len):
+        raise RecipeError(
+            f"nothing is said of {' and '.join(absent)}: add {', '.join(f'{key}=…' for key in absent)} "
+            "with the name of a recipe or a quantizer"
+        )
     fprop, dgrad, wgrad = (
         Gemm(quantizers[a], quantizers[b], sums.get(a.gemm)) for a, b in zip(OPERANDS[::2], OPERANDS[1::2], strict=True)
     )
@@ -127,14 +131,6 @@ def _check_key(key: str) -> None:
         )
     if key not in KEYS:
         raise UnknownKey(f"unknown key {brief(key)}: {suggestion(key, KEYS)}")
-
-
-def _check_complete(operands: Container[GemmOperand]) -> None:
-    if absent := min((_absent(operands, keys) for keys in (GEMMS, TENSORS)), key=len):
-        raise RecipeError(
-            f"nothing is said of {' and '.join(absent)}: add {', '.join(f'{key}=…' for key in absent)} "
-            "with the name of a recipe or a quantizer"
-        )
 
 
 def _absent(operands: Container[GemmOperand], keys: Sequence[str]) -> list[str]:

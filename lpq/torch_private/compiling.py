@@ -117,3 +117,10 @@ def call_in_place_of(operator: str, module: str, function: str) -> None:
         writeline(ExternKernelAllocLine(wrapper, node))
 
     CUSTOM_EXTERN_KERNEL_CODEGEN[f"torch.ops.{operator.replace('::', '.')}.default"] = CustomCodegen(python=write)
+
+
+def compile_as_wait(operator: Any) -> None:
+    """Have Inductor compile an operator as torch's own wait, until which it keeps the memory of a collective."""
+    from torch._inductor.lowering import lowerings
+
+    lowerings[operator] = lowerings[torch.ops._c10d_functional.wait_tensor.default]

@@ -30,7 +30,7 @@ def by_gloo(
 ) -> None:
     """Do what the pipeline of symmetric memory does, one rank after the other, this one first."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    sent = collectives.all_gather(list(parts), ranks, group)
+    sent = collectives.arrived(collectives.begin_all_gather(list(parts), ranks, group))
     for each in whole:
         each.fill_(POISON)
     consume(list(parts), rank)

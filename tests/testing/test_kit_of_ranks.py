@@ -25,7 +25,7 @@ from lpq.testing.conformance import test_parts_are_encoded_as_in_the_whole as ch
 from lpq.testing.conformance import test_ranks_encode_parts_as_in_the_whole as check_ranks
 from lpq.testing.conformance.test_ranks import WAYS
 from lpq.testing.ranks import Rank, on_ranks
-from lpq.torch_private.collectives import all_gather, all_reduce
+from lpq.torch_private.collectives import all_reduce, arrived, begin_all_gather
 
 MIXED = "odd_mixed"
 """It stores sums of neighbours, and does not say so."""
@@ -126,7 +126,8 @@ def test_ranks_meet_in_collectives() -> None:
     def run(group: Rank) -> tuple[list[int], list[int]]:
         mine = torch.tensor([group.rank(), -group.rank()])
         largest = all_reduce(mine, "max", group.group_name)
-        (gathered,) = all_gather([all_reduce(mine, "sum", group.group_name)], group.size(), group.group_name)
+        summed = all_reduce(mine, "sum", group.group_name)
+        (gathered,) = arrived(begin_all_gather([summed], group.size(), group.group_name))
         return largest.tolist(), gathered.tolist()
 
     def failing(group: Rank) -> tuple[list[int], list[int]]:

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import imitated_ranks, on_ranks
 from torch import nn
+from torch._inductor.lowering import lowerings
+from torch._inductor.utils import run_and_get_code
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from lpq.torch_private import checkpoints, collectives, distributed, dtensor, fsdp, styles, wrappers
+from lpq.torch_private import checkpoints, collectives, compiling, distributed, dtensor, fsdp, styles, wrappers
 from lpq.torch_private.dispatch import TorchDispatchMode, schema_of
 from lpq.torch_private.tensors import local_part, local_parts, version_of
 
@@ -72,15 +74,14 @@ def test_two_ranks(rank: int) -> None:
     assert [id(part) for part in local_parts([whole, mine])] == [id(mine)] * 2
     assert (whole.shape, whole.stride(), whole.full_tensor()[:, 0].tolist()) == ((4, 3), (3, 1), [0, 0, 1, 1])
     name = mesh.get_group().group_name
-    first, second = collectives.all_gather([mine, mine[0].to(torch.uint8)], 2, name)
+    begun = collectives.begin_all_gather([mine, mine[0].to(torch.uint8)], 2, name)
+    first, second = collectives.arrived(begun)
     assert (first[:, 0].tolist(), second.tolist()) == ([0, 0, 1, 1], [0, 0, 0, 1, 1, 1])
-    begun = collectives.begin_all_gather([mine], 2, name)
-    assert collectives.arrived(begun)[0][:, 0].tolist() == [0, 0, 1, 1]
     assert collectives.all_reduce(mine, "max", name).max() == 1
-    (summed,) = collectives.arrived([collectives.begin_all_reduce(mine, "sum", name)])
+    summed = collectives.finish(collectives.begin_all_reduce(mine, "sum", name))
     assert summed.unique().tolist() == [1.0]
     assert mine.max() == rank
-    (scattered,) = collectives.arrived([collectives.begin_reduce_scatter(mine + 1, 2, name)])
+    scattered = collectives.finish(collectives.begin_reduce_scatter(mine + 1, 2, name))
     assert scattered.tolist() == [[3.0] * 3]
     swapped = [2 * rank, 2 - 2 * rank]  # nothing to itself, both rows to the other
     assert torch.equal(collectives.all_to_all(mine, swapped, swapped, name), 1 - mine)
@@ -136,6 +137,29 @@ def test_operators_find_a_group_in_python_by_its_name() -> None:
     distributed.forget_group("doubling")
     with pytest.raises(RuntimeError, match="doubling"):
         collectives.all_reduce(x, "sum", "doubling")
+
+
+@pytest.mark.starts
+def test_inductor_compiles_an_operator_as_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps what is sent until then."""
+    library = torch.library.Library("lpq_test", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define("wait(Tensor begun) -> Tensor")  # type: ignore[no-untyped-call]
+    torch.library.register_fake("lpq_test::wait", torch.empty_like, lib=library)
+    operator = torch.ops.lpq_test.wait.default
+    monkeypatch.setitem(lowerings, operator, None)
+    compiling.compile_as_wait(operator)
+
+    with imitated_ranks():
+        assert dist.group.WORLD is not None
+        group = dist.group.WORLD.group_name
+
+        def scatter(x: torch.Tensor) -> Any:
+            return operator(collectives.begin_reduce_scatter(x + 1, 2, group)) + 1
+
+        _, (code,) = run_and_get_code(torch.compile(scatter, fullgraph=True), torch.zeros(4))
+    begun, waits = code.index("reduce_scatter_tensor.default(buf0"), code.index("wait_tensor.default(")
+    assert begun < waits < code.index("del buf0")
+    assert "ops.lpq_test" not in code[begun:]
 
 
 def test_memory_is_taken_and_given_back_without_a_count() -> None:
