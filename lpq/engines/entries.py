@@ -138,12 +138,3 @@ def shared_layers(
             "make it a parameter first, by torch.nn.utils.prune.remove, remove_parametrizations or the like"
         )
     return [name for name, weight in weights.items() if aliases.get(weight, weight) in tied]
-
-
-def check_fixed(entry: FileEntry) -> None:
-    """Refuse a weight whose codes in training are not fixed: stochastic rounding draws others at each step."""
-    if entry.stored is None and entry.side.stochastic:
-        raise CheckpointError(
-            f"{entry.name} is quantized as {entry.side}, which rounds stochastically, so that each step has other "
-            "codes: export it with a recipe whose weights are rounded to nearest"
-        )

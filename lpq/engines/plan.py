@@ -12,7 +12,7 @@ from torch import Tensor
 from lpq import registry
 from lpq.checkpoint.errors import CheckpointError, UnknownName
 from lpq.engines.checks import check_value
-from lpq.engines.entries import FileEntry, Pieces, check_fixed
+from lpq.engines.entries import FileEntry, Pieces
 from lpq.engines.layouts import layout_named, parts_of, schemes_for, summaries
 from lpq.engines.siblings import EXPERTS, Siblings, check_alike
 from lpq.files.safetensors import TensorKind
@@ -210,7 +210,8 @@ def _assigned(
         return f"{quantized}, for which the layout {layout!r} has no place{_elsewhere(entry.side, schemes)}"
     if scheme.unwritten is not None:
         return f"{quantized}, and lpq writes no {scheme.title} in the layout {layout!r}: {scheme.unwritten}"
-    check_fixed(entry)
+    if entry.stored is None and entry.side.stochastic:
+        return f"{quantized}, which rounds stochastically, to other codes in each step: round weights to nearest"
     rows, cols = entry.shape
     if (reason := scheme.why_not(rows, cols)) is not None:
         return f"{entry.name} is {rows}x{cols}, and {reason} in the layout {layout!r}: give it no recipe"
@@ -225,10 +226,10 @@ def _assigned(
         return Assigned(entry, scheme, inputs)
     assert amax is not None
     if not (torch.isfinite(amax).item() and amax.item() > 0):
-        raise CheckpointError(
+        return (
             f"{layer.name}: the amax of its inputs is {amax.item()}, and an engine would divide by it: call "
-            "lpq.calibrate, or with delayed scaling train a step, or give input_amax={…}; with input_amax={} engines "
-            "measure inputs themselves"
+            "lpq.calibrate, or with delayed scaling train a step, or give input_amax={…}, or have engines measure by "
+            "input_amax={}"
         )
     return Assigned(entry, scheme, inputs, amax)
 

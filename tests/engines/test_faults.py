@@ -395,6 +395,15 @@ def test_a_name_like_a_pattern_is_of_its_layer_alone(tmp_path: Path) -> None:
         lpq.export(model, tmp_path / "y", layout="fp8-block", leave=["w[[]0]"])
 
 
+@pytest.mark.parametrize("amax", [None, {"a": 0.0, "b": 1.0, "c": float("nan")}])
+def test_all_layers_that_an_export_refuses_are_named_at_once(amax: Any) -> None:
+    recipe = "fp8-current" if amax else "x=bf16, w=nvfp4(stochastic=true), dy=bf16"
+    rules = [{"match": "b", "recipe": "fp8-current"}, {"match": "*", "recipe": recipe}]
+    model = lpq.convert(named("a", "b", "c"), {"rules": rules})
+    with pytest.raises(CheckpointError, match=r"keep all 2 layers without a place .*, leave=\['a', 'c'\]$"):
+        lpq.export.stream(model, "modelopt", input_amax=amax or {"b": 1.0})
+
+
 def test_a_weight_without_its_row_operand_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     lpq.export(lpq.convert(named("a", "b"), "mxfp8"), tmp_path / "x", layout="compressed-tensors")
     model: Any = lpq.convert(named("a", "b"), "mxfp8")
