@@ -312,5 +312,7 @@ class Linear(Layer, nn.Linear):
 def weight_of(layer: Any) -> Any:
     """The weight; where a parametrization would compute it, a tensor without values, of its shape and sharded as it."""
     if nn.utils.parametrize.is_parametrized(layer, "weight") and not layer.transposed:
-        return layer.shared_weight().new_empty(layer.out_features, layer.in_features, dtype=torch.float, device="meta")
+        like = layer.shared_weight()
+        dtype = torch.double if like.dtype is torch.double else torch.float  # codes, too, are decoded to a float
+        return like.new_empty(layer.out_features, layer.in_features, dtype=dtype, device="meta")
     return layer.weight

@@ -263,11 +263,10 @@ def _mesh_pass(
     whole_here = columns and source.is_replicate()
     over_these = columns and encoded_over == (group, sequence) and whole_here == (sequence is None)
     if encoded and not (over_these or (whole_here and encoded_over is None)):
-        why: str | None
-        if isinstance(rows, str):
-            why = f"its parts are gathered in high precision: {rows}"
-        elif into is source and encoded_over is None:
+        if into is source and encoded_over is None and not isinstance(rows, str):
             why = why_not_by_itself(plan.x, sequence if columns else cut, row=True, col=dw)
+        elif isinstance(rows, str):
+            why = f"its parts are gathered in high precision: {rows}"
         else:
             why = f"it lies over the ranks as {source}, and the layer multiplies {into}"
         if why is not None:

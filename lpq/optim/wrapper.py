@@ -41,10 +41,8 @@ class Wrapper(Optimizer):
         closure, name = signature(type(optimizer).step).parameters.get("closure"), type(optimizer).__name__
         if closure is not None and closure.default is Parameter.empty:
             raise TypeError(
-                f"{cls.__name__} cannot wrap {name}: it needs a closure in each step, which computes the loss and all "
-                "gradients again, and so steps all parameters together, LBFGS as one vector. Use it alone, over "
-                "weights that are not stored quantized, or wrap an optimizer that needs nothing but gradients, such as "
-                "torch.optim.AdamW"
+                f"{cls.__name__} cannot wrap {name}: it needs a closure in each step, to compute all gradients again. "
+                "Use it alone, over weights that are not stored quantized, or wrap another, such as torch.optim.AdamW"
             )
 
     @classmethod

@@ -195,3 +195,11 @@ def test_a_weight_that_a_parametrization_computes_is_not_computed_to_look_at_it(
     assert all(torch.equal(*pair) for pair in zip(before, model.buffers(), strict=True))
     model[0](torch.randn(4, 64))
     assert not all(torch.equal(*pair) for pair in zip(before, model.buffers(), strict=True))
+
+
+def test_a_weight_that_a_parametrization_computes_in_float64_is_refused() -> None:
+    model: Any = lpq.convert(nn.Sequential(nn.Linear(64, 64)), "mxfp8", include="all")
+    nn.utils.parametrizations.spectral_norm(model[0])
+    model.double()
+    with pytest.raises(TypeError, match=r"0: its weight is torch\.float64"):
+        lpq.convert(model, "nvfp4")

@@ -314,7 +314,7 @@ class Counting(SGD):
     ("wrapped", "says"),
     [
         (lambda p: p, "got a list: make one first"),
-        (lambda p: torch.optim.LBFGS(p), r"QuantizedStates cannot wrap LBFGS: it needs a closure.*as one vector\. Use"),
+        (lambda p: torch.optim.LBFGS(p), r"QuantizedStates cannot wrap LBFGS: it needs a closure in each step"),
         (lambda p: torch.optim.SparseAdam(p), "SparseAdam.* does not support dense.*: use the optimizer alone, or one"),
         (lambda p: Counting(p, momentum=0.9), "Counting keeps 'k' in its groups"),
         (lambda p: QuantizedStates(AdamW(p), exp_avg="mxfp8"), "got a QuantizedStates: name all states at once"),
