@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lpq.formats.format import DIRECTIONS, Quantizer
+from lpq.nn.cached_weight import write_stamp
 from lpq.nn.eagerly import run_eagerly
 from lpq.nn.first_argument import check_model
 from lpq.nn.observing import unobserved
@@ -24,7 +25,7 @@ from lpq.nn.stateful_layer import StatefulLayer, give_recipes, stateful_layers
 from lpq.observe.readings import NO_VALUES, NumericsError
 from lpq.observe.sharing import device_of, is_shared, refuse_inside
 from lpq.recipes import Recipe
-from lpq.registry.showing import brief
+from lpq.registry.showing import brief, listed
 from lpq.torch_private.tensors import base_of, local_part
 
 Closure = Callable[[], Any]
@@ -188,8 +189,10 @@ class Replay:
 
     def run(self, recipes: Mapping[StatefulLayer, Recipe]) -> tuple[float, list[Tensor]]:
         """Run the step with these recipes for these layers; return the loss and this rank's parts of the gradients."""
-        give_recipes({**self.layers, **recipes})
+        wanted = {**self.layers, **recipes}
+        give_recipes(wanted)
         self._before.restore()
+        stamps = [write_stamp(p)[:2] for p in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
         calls: dict[int, int] = {}
@@ -201,6 +204,17 @@ class Replay:
                 for hook in self._hooks(layer, calls):
                     stack.callback(hook.remove)
             loss = self._closure()
+        if others := [layer.title for layer, recipe in wanted.items() if layer.recipe != recipe]:
+            raise NumericsError(
+                f"the closure of a replay gives other recipes to {listed(others)}, as lpq.set_step and lpq.convert do, "
+                "so no replay would be by the recipes that are tried: call that before. The closure runs forward and "
+                "backward alone"
+            )
+        if stamps != [write_stamp(p)[:2] for p in self.parameters]:
+            raise NumericsError(
+                "the closure of a replay writes to weights, so each replay would train the model: it runs forward and "
+                "backward alone"
+            )
         zero = torch.zeros((), dtype=torch.float32)
         gradients = [zero if p.grad is None else local_part(p.grad).detach().clone() for p in self.parameters]
         if not isinstance(loss, Tensor | int | float) or (isinstance(loss, Tensor) and loss.numel() != 1):

@@ -183,3 +183,40 @@ def test_a_model_without_values_is_refused_in_words() -> None:
         lpq.observe.culprits(net, closure)
     with pytest.raises(lpq.observe.NumericsError, match=r"the loss of a replay is on the meta device.*to_empty"):
         lpq.search(net, closure, error=0.1, recipes=["mxfp8"], gpu="b200")
+
+
+@pytest.mark.parametrize("owner", ["culprits", "search"])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("set_step", r"gives other recipes to layer 0, .*, as lpq\.set_step and lpq\.convert do"),
+        ("convert", "gives other recipes to layer 0, "),
+        ("write", "writes to weights, so each replay would train the model"),
+    ],
+)
+def test_a_closure_that_changes_what_is_replayed_is_refused(change: str, says: str, owner: str) -> None:
+    """Each replay was by the step's own recipes, so that no layer made an error; or by other weights."""
+    net: Any = lpq.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "nvfp4", steps=4)
+    x = torch.randn(16, 64)
+
+    def closure(change: str = change) -> Tensor:
+        if change == "set_step":
+            lpq.set_step(net, 1)
+        elif change == "convert":
+            lpq.convert(net, "nvfp4", steps=4)
+        loss: Tensor = net(x).square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        if change == "write":
+            with torch.no_grad():
+                net[0].weight.sub_(net[0].weight.grad)
+        return loss
+
+    def found(closure: Any) -> Any:
+        if owner == "culprits":
+            return lpq.observe.culprits(net, closure)
+        return lpq.search(net, closure, error=0.1, recipes=["mxfp8"], gpu="b200")
+
+    with pytest.raises(lpq.observe.NumericsError, match=f"the closure of a replay {says}"):
+        found(closure)
+    assert [layer.recipe.name for layer in net] == ["nvfp4", "nvfp4"]
+    assert found(lambda: closure("")).error > 0.01 or owner == "search"
