@@ -247,7 +247,10 @@ class Numerics(Readings):
         if at in now:  # of another pass, or of another group
             former = now[at]
             norm, amax = torch.hypot(former.norm, norm), torch.maximum(former.amax, amax)
-            now[at] = TensorSums(former.sums.add_(sums), norm, amax, tensor.quantizer)
+            # A graph that is run backward again has no pairs of its inputs left, so no slot of the gradient.
+            more, less = (former.sums, sums) if len(former.sums) >= len(sums) else (sums.clone(), former.sums)
+            more[: len(less)].add_(less)
+            now[at] = TensorSums(more, norm, amax, tensor.quantizer)
         else:
             now[at] = TensorSums(sums.clone(), norm, amax, tensor.quantizer)
 

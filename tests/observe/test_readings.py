@@ -232,3 +232,25 @@ def test_a_model_that_is_one_layer_is_named(tmp_path: Path) -> None:
     assert "the model itself" in str(watch)
     watch.write(tmp_path / "numerics.jsonl")
     assert lpq.observe.Readings.read(tmp_path / "numerics.jsonl").readings() == watch.readings()
+
+
+@pytest.mark.parametrize("order", ["again", "again, then a pass"])
+def test_a_graph_may_be_run_backward_again(order: str) -> None:
+    """With ``retain_graph``, as for several losses: it ended in an error of sizes. The gradient of the weight counts
+    once, as the inputs are looked at until a backward asks for them; ``dy`` counts each time, with the same ratios."""
+    found = []
+    for again in (False, True):
+        net, x = model(), torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
+        watch = lpq.observe.numerics(net, every=1)
+        with watch.step():
+            loss = net(x).square().mean()
+            loss.backward(retain_graph=again)
+            if again:
+                loss.backward()
+            if order != "again":
+                net(x).square().mean().backward()
+        found.append({(one.layer, one.tensor): one for one in watch.readings()})
+    assert found[0].keys() == found[1].keys()
+    for place, one in found[0].items():
+        assert found[1][place].snr_db == pytest.approx(one.snr_db, rel=1e-6), place
+        assert found[1][place].amax == one.amax
