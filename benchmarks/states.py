@@ -54,7 +54,7 @@ MODELS: dict[str, list[Shape]] = {
 
 
 def stored(formats: dict[str, Any], params: Any, **options: Any) -> Optimizer:
-    return QuantizedStates(AdamW(params, fused=True, **options), **formats)
+    return QuantizedStates(AdamW(params, **options), **formats)
 
 
 def others(params: Any, name: str, **options: Any) -> Optimizer:
